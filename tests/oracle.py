@@ -124,11 +124,11 @@ class Curve:
             self.pair[kind] = (r, c)
             trained[kind] = [leaf for leaf, has in ((r, has_row), (c, has_col)) if has]
 
-        scales = [start[kind] for kind in KINDS]
+        e, l, m, n = (start[kind] for kind in KINDS)
         if o["init"] == "mismatched":
-            congruent = sel_unmap(weight, *scales, self.beta, "congruent")
-            weight = sel_map(congruent, *scales, self.beta, "mismatched")
-        raw = sel_unmap(weight, *scales, self.beta, o["combine"])
+            congruent = sel_unmap(weight, e, l, m, n, self.beta, "congruent")
+            weight = sel_map(congruent, e, l, m, n, self.beta, "mismatched")
+        raw = sel_unmap(weight, e, l, m, n, self.beta, o["combine"])
         assert torch.isfinite(raw).all(), "a weight without inverse"
         self.raw = raw.requires_grad_()
         (slope,) = torch.autograd.grad(self.map().sum(), self.raw)
@@ -154,7 +154,8 @@ class Curve:
                 self.factor_adams += [(adam(leaf), first, last) for leaf in trained[kind]]
 
     def map(self) -> Tensor:
-        return sel_map(self.raw, *(r * c for r, c in self.pair.values()), self.beta, self.options["combine"])
+        e, l, m, n = (r * c for r, c in self.pair.values())
+        return sel_map(self.raw, e, l, m, n, self.beta, self.options["combine"])
 
     def weight(self) -> Tensor:
         weight = self.map()
