@@ -64,7 +64,7 @@ def sel_forward(
 
     Source: arXiv:2607.09967, Eq. 3.
     """
-    a_dtype = raw.dtype
+    dtype = raw.dtype
     raw, e, l, m, n, beta, owned = _prepare(raw, e, l, m, n, beta, combine)
     # The sign is a constant, +1 at zero: with it |raw| = s*raw has the derivative s, and s*s = 1 keeps zero alive.
     s = _sign_one_at_zero(raw)
@@ -75,7 +75,7 @@ def sel_forward(
     E = _scaled(E, _times(_over(e, beta), _exp_minus(n)), owned)
     # weight = s*E(a) + (l / beta) * (|raw| or raw)
     path = raw if combine == "congruent" else a if owned else raw.abs()
-    return _add_scaled(E, path, _over(l, beta), owned).to(a_dtype)
+    return _add_scaled(E, path, _over(l, beta), owned).to(dtype)
 
 
 def sel_derivatives(
