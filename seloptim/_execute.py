@@ -81,7 +81,9 @@ def _run_stack(items: Sequence[Item], hyper: Hyper) -> None:
         _step(weight, grad, state, curve, hyper, first.step, lr, first.rates)
         params = [item.param.detach() for item in items]
         parts = weight.split(batch)
-        torch._foreach_copy_(params, [part.view(param.shape) for part, param in zip(parts, params, strict=True)])
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            params, [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+        )
     else:
         _step(weight, grad, state, curve, hyper, first.step, 0.0, first.rates)
     for i, stacked in enumerate(state):
@@ -173,7 +175,9 @@ def _cut(state: Views, curve: Curve, block: tuple[slice, slice]) -> tuple[Views,
         index: Callable[[Tensor], Tensor] = lambda t: t[block[0]] if whole else t[block]  # noqa: E731
         return Slot(*(None if t is None else index(t) for t in slot))  # type: ignore[arg-type]
 
-    part = Views(*(cut(slot, name not in ("scale_col", "residual_a")) for name, slot in zip(Views._fields, state, strict=True)))  # type: ignore[arg-type]
+    part = Views(
+        *(cut(slot, name not in ("scale_col", "residual_a")) for name, slot in zip(Views._fields, state, strict=True))
+    )  # type: ignore[arg-type]
     return part, curve._replace(beta=_cut_rate(curve.beta, block))
 
 

@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .functional import _inverse, sel_derivatives, sel_forward
+from .functional import KINDS, _inverse, _no_inverse_reason, sel_derivatives, sel_forward
 
-KINDS = ("e", "l", "m", "n")
 STRUCTURES = ("row_col", "row", "col", "scalar", "none")
 VALUES = ("raw", "scale_row", "scale_col", "residual_b", "residual_a")
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
@@ -105,9 +104,9 @@ def create_state(
     Raises ValueError where a weight is not finite or has no inverse; the caller knows the parameter's name.
     """
     if not bool(torch.isfinite(weight).all()):
-        raise ValueError("has non-finite weights; initialise or repair it before the first step")
+        raise ValueError("non-finite weights; initialise or repair them before the first step")
     dtype = state_dtype(weight.dtype)
-    batch, rows, cols = matrix_shape(weight.shape, batch_dims)
+    _, rows, cols = matrix_shape(weight.shape, batch_dims)
     lead = tuple(weight.shape[:batch_dims])
     start = torch.tensor([scale_init[kind] for kind in KINDS], dtype=dtype, device=weight.device)
     state: dict[str, Tensor | float] = {"step": torch.tensor(0.0)}
@@ -125,7 +124,9 @@ def create_state(
     if residual_rank:
         # A private generator: creating an optimizer must not move the user's random numbers.
         generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn((*lead, residual_rank, cols), generator=generator, dtype=torch.float64) / math.sqrt(cols or 1)
+        noise = torch.randn((*lead, residual_rank, cols), generator=generator, dtype=torch.float64) / math.sqrt(
+            cols or 1
+        )
         state["residual_b"] = torch.zeros((*lead, rows, residual_rank), dtype=dtype, device=weight.device)
         state["residual_a"] = noise.to(dtype=dtype, device=weight.device)
 
@@ -154,7 +155,9 @@ def inverse(
     wide = weight.detach().to(torch.float64)
     raw, exists = _inverse(wide, *(scales[kind] for kind in KINDS), beta=beta, combine=combine, previous=previous)
     if not bool(exists.all()):
-        raise ValueError(no_inverse_reason(wide, exists, scales, beta=beta, combine=combine))
+        raise ValueError(
+            _no_inverse_reason(wide, exists, *(scales[kind] for kind in KINDS), beta=beta, combine=combine)
+        )
     return raw.to(state_dtype(weight.dtype)).contiguous()
 
 
@@ -194,18 +197,6 @@ def nearest_inverse(
     raw[lost] = best
     reached[lost] = best_error <= 1e-9 * w.abs()
     return raw, reached
-
-
-def no_inverse_reason(
-    weight: Tensor, exists: Tensor, scales: Mapping[str, float] | Mapping[str, Tensor], *, beta: float, combine: str
-) -> str:
-    """Words for weights without an inverse, with the least beta that would do where that is the reason."""
-    e, l, m, n = (float(torch.as_tensor(scales[kind]).flatten()[0]) for kind in KINDS)
-    text = f"has {int((~exists).sum())} weights without an inverse at beta={beta:g} (e={e:g}, l={l:g}, m={m:g}, n={n:g})"
-    least = abs(l) * math.exp(n) / (e * m) if e * m > 0 else math.inf
-    if combine == "mismatched" and beta <= least < math.inf:
-        text += f"; beta must exceed {least:g}, or use combine='congruent'"
-    return text
 
 
 def moment_key(name: str, moment: str) -> str:

@@ -18,15 +18,23 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import _rule
 from ._rule import KINDS, Curve, Views
 from .functional import sel_derivatives
-from .init import calibrate_beta
+from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
 
 logger = logging.getLogger("seloptim")
 
-DEFAULT_SCALE_LR: dict[str, float | tuple[float, float] | None] = {"e": (8.0, 1.3), "l": (8.0, 1.3), "m": (0.01, 0.5), "n": None}
-PAPER_SCALE_LR: dict[str, float | tuple[float, float] | None] = {"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5), "n": None}
+DEFAULT_SCALE_LR: dict[str, Any] = {
+    "e": (8.0, 1.3),
+    "l": (8.0, 1.3),
+    "m": (0.01, 0.5),
+    "n": None,
+}
+PAPER_SCALE_LR: dict[str, Any] = {
+    "e": (50.0, 8.0),
+    "l": (50.0, 8.0),
+    "m": (0.01, 0.5),
+    "n": None,
+}
 
-# Above this rms beta could not keep exp(beta * |w|) moderate and stay above 2: a default nn.Embedding, rms 1, is such a case.
-LARGEST_RMS = 0.8
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
 
 
@@ -35,7 +43,7 @@ class _Seen(NamedTuple):
 
     version: int
     storage: StorageWeakRef  # weak, so that a freed storage's address cannot come back under another tensor
-    offset: int
+    offset: int | torch.SymInt
     device: torch.device
     dtype: torch.dtype
     has_n: bool
@@ -62,12 +70,14 @@ class Shadow:
         for group, i, member, name in self._members():
             if member is p:
                 return group, i, name
-        raise KeyError("this tensor is not a parameter of the optimizer; pass one of its parameters itself, not a view or a copy")
+        raise KeyError(
+            "this tensor is not a parameter of the optimizer; pass one of its parameters itself, not a view or a copy"
+        )
 
     def _is_curved(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> bool:
         """Whether p is curved; once its state exists, the state is the answer."""
         state = self.state.get(p)
-        if state:
+        if state and "from_adam" not in state:
             return "raw" in state
         choice = group["curved"]
         if isinstance(choice, list):
@@ -78,11 +88,13 @@ class Shadow:
             return True
         if p.dim() < 2:
             return False
-        if p.is_meta or group["init"] == "mismatched":
+        if p.is_meta:
             return True
         rms = _rms(p)
-        if rms > LARGEST_RMS:
-            self._log_once(f"{name}: not curved, its rms {rms:.3g} is above {LARGEST_RMS}; curved=True in its group curves it")
+        if rms > LARGEST_CURVED_RMS:
+            self._log_once(
+                f"{name}: not curved, its rms {rms:.3g} is above {LARGEST_CURVED_RMS}; curved=True in its group curves it"
+            )
             return False
         return True
 
@@ -98,12 +110,10 @@ class Shadow:
         if isinstance(choice, list):
             choice = choice[i]
         if isinstance(choice, str):
-            asked = group["curved"] != "matrices"
-            rms = _rms(p) if asked and choice == "auto" and p.numel() else 0.0
-            if rms > LARGEST_RMS:
-                return max(2.0, 1.1 / rms)
+            # "width" looks at the shape of one matrix of a stack, "auto" at the values of all.
+            slice_of = p.detach() if choice == "auto" else torch.empty(p.shape[group["batch_dims"] :], device="meta")
             try:
-                return calibrate_beta(p.detach(), choice)
+                return calibrate_beta(slice_of, choice)
             except ValueError as error:
                 raise ValueError(f"parameter {name}: {error}") from error
         return float(choice)
@@ -128,7 +138,7 @@ class Shadow:
                 seed=next(k for k, (_, _, q, _) in enumerate(self._members()) if q is p),
             )
         except ValueError as error:
-            raise ValueError(f"parameter {name} {error}") from error
+            raise ValueError(f"parameter {name}: {error}") from error
         self.state[p] = state
         self._remember(p)
         lr = float(group["lr"])
@@ -146,13 +156,16 @@ class Shadow:
             raise KeyError(f"parameter {name} is not curved; named_curved() lists those that are")
         if p.is_meta:
             raise ValueError(f"parameter {name} is on the meta device and has no values yet")
-        if not self.state.get(p):
+        if not self._has_raw(p):
             self._create(group, i, p, name)
         return group, self.state[p]
 
+    def _has_raw(self, p: Tensor) -> bool:
+        return "raw" in self.state.get(p, {})
+
     def _ensure_all(self) -> None:
         for group, i, p, name in self._members():
-            if p.requires_grad and not p.is_meta and not self.state.get(p) and self._is_curved(group, i, p, name):
+            if p.requires_grad and not p.is_meta and not self._has_raw(p) and self._is_curved(group, i, p, name):
                 self._create(group, i, p, name)
 
     def _views(self, p: Tensor, group: dict[str, Any]) -> Views:
@@ -218,19 +231,23 @@ class Shadow:
             raise ValueError(f"parameter {name} was edited and has non-finite weights; repair it before the next step")
         self._invert_at(differs, p, state, view, curve, name)
 
-    def _invert_at(
-        self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str
-    ) -> None:
+    def _invert_at(self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str) -> None:
         shape = view.raw.value.shape
         target = p.detach().to(torch.float64).reshape(shape)
         if view.residual_b is not None and view.residual_a is not None:
             target = target - (view.residual_b.value @ view.residual_a.value).double()
         row = view.scale_row.value if view.scale_row is not None else None
         col = view.scale_col.value if view.scale_col is not None else None
-        scales = [torch.as_tensor(s, device=p.device).double().expand(shape) for s in _rule.patterns(row, col, curve.has_n)]
+        scales = [
+            torch.as_tensor(s, device=p.device).double().expand(shape) for s in _rule.patterns(row, col, curve.has_n)
+        ]
         mask = mask.reshape(shape)
         raw, exists = _rule.nearest_inverse(
-            target[mask], *(s[mask] for s in scales), beta=float(curve.beta), combine=curve.combine, previous=view.raw.value[mask]
+            target[mask],
+            *(s[mask] for s in scales),
+            beta=float(curve.beta),
+            combine=curve.combine,
+            previous=view.raw.value[mask],
         )
         lost = int((~exists).sum())
         if 2 * lost > p.numel():
@@ -263,7 +280,7 @@ class Shadow:
         try:
             raw = _rule.inverse(target, start, beta=float(curve.beta), combine=curve.combine)
         except ValueError as error:
-            raise ValueError(f"parameter {name} {error}") from error
+            raise ValueError(f"parameter {name}: {error}") from error
         state["raw"].copy_(raw.view_as(state["raw"]))
         self._seen.pop(p, None)
         self._remember(p)
@@ -315,7 +332,7 @@ class Shadow:
             >>> from seloptim import SELAdam
             >>> p = torch.nn.Parameter(torch.tensor([[0.0, 0.1]]))
             >>> SELAdam([p], beta=12.5, combine="congruent").raw(p)
-            tensor([[0.0000, 0.0613]])
+            tensor([[0.0000, 0.0626]])
         """
         return self._ensure(p)[1]["raw"]
 
@@ -356,7 +373,7 @@ class Shadow:
         Example:
             >>> from seloptim import SELAdam
             >>> p = torch.nn.Parameter(torch.full((3, 2), 0.01))
-            >>> SELAdam([p], beta="auto").beta(p)
+            >>> round(SELAdam([p], beta="auto").beta(p), 3)
             28.0
         """
         return self._ensure(p)[1]["beta"]
@@ -389,11 +406,13 @@ class Shadow:
             curved = self._is_curved(group, i, p, name)
             shape = "x".join(map(str, p.shape)) or "scalar"
             if not curved or p.is_meta or not p.requires_grad:
-                rows.append((name, shape, self._why(group, i, p, curved), "-", "-", str(2 * p.numel() * p.element_size())))
+                rows.append(
+                    (name, shape, self._why(group, i, p, curved), "-", "-", str(2 * p.numel() * p.element_size()))
+                )
                 continue
             _, state = self._ensure(p)
             size = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
-            slope = self._mean_slope(p, group)
+            slope = float(self._slope(p, group).mean(dtype=torch.float64)) if p.numel() else math.nan
             rows.append((name, shape, group["combine"], f"{state['beta']:.4g}", f"{slope:.4g}", str(size)))
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = []
@@ -409,16 +428,17 @@ class Shadow:
             return f"no: {p.dtype}".replace("torch.", "")
         choice = group["curved"][i] if isinstance(group["curved"], list) else group["curved"]
         if choice == "matrices":
-            return f"no: rms > {LARGEST_RMS}" if p.dim() >= 2 else f"no: {p.dim()}-D"
+            return f"no: rms > {LARGEST_CURVED_RMS}" if p.dim() >= 2 else f"no: {p.dim()}-D"
         return "no: group" if choice in ("none", False) else "no: plain state"
 
-    def _mean_slope(self, p: Tensor, group: dict[str, Any]) -> float:
+    def _slope(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """d weight / d raw, elementwise, in p's shape."""
         view, curve = self._views(p, group), self._curve(p, group)
         row = view.scale_row.value if view.scale_row is not None else None
         col = view.scale_col.value if view.scale_col is not None else None
         scales = _rule.patterns(row, col, curve.has_n)
         slope, _ = sel_derivatives(view.raw.value, *scales, beta=curve.beta, combine=curve.combine, kinds=())
-        return float(slope.mean(dtype=torch.float64)) if p.numel() else math.nan
+        return slope.view(p.shape)
 
 
 def learned_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
@@ -437,10 +457,6 @@ def differing(weight: Tensor, mapped: Tensor) -> Tensor:
         return ~((weight - mapped).abs() <= slack)
     low, high = (mapped - slack).to(weight.dtype), (mapped + slack).to(weight.dtype)
     return ~((weight >= low) & (weight <= high))
-
-
-def _rms(p: Tensor) -> float:
-    return float(p.detach().double().square().mean().sqrt()) if p.numel() else 0.0
 
 
 def _same_storage(seen: _Seen, p: Tensor) -> bool:

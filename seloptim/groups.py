@@ -36,10 +36,14 @@ def param_groups(model: nn.Module, weight_decay: float | None = None, **options:
     Source: arXiv:2607.09967, which curves the linear layers of a GPT and leaves embeddings and norms to Adam.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"param_groups takes an nn.Module, got {type(model).__name__}; pass other iterables to the optimizer")
+        raise TypeError(
+            f"param_groups takes an nn.Module, got {type(model).__name__}; pass other iterables to the optimizer"
+        )
     decided = {"params", "curved"} & options.keys()
     if decided:
-        raise TypeError(f"param_groups decides {sorted(decided)} itself; build the groups by hand to choose differently")
+        raise TypeError(
+            f"param_groups decides {sorted(decided)} itself; build the groups by hand to choose differently"
+        )
     curved: set[int] = set()
     plain: set[int] = set()
     for module in model.modules():

@@ -2,6 +2,7 @@
 
 import difflib
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,8 +12,9 @@ from torch.optim.adam import Adam, adam
 
 from . import _execute, _rule
 from ._rule import KINDS, Hyper
-from ._shadow import DEFAULT_SCALE_LR, Shadow, learned_kinds
-from .init import mismatched_
+from ._shadow import DEFAULT_SCALE_LR, Shadow, differing, learned_kinds
+from .convert import from_adam
+from .functional import sel_forward
 from .schedule import scale_lr_multiplier
 
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
@@ -122,9 +124,13 @@ class SELAdam(Shadow, torch.optim.Optimizer):
     ) -> None:
         for name in unknown:
             near = difflib.get_close_matches(name, [*SEL_DEFAULTS, *_ADAM_OPTIONS], 1)
-            raise TypeError(f"{type(self).__name__} has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
+            raise TypeError(
+                f"{type(self).__name__} has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+            )
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?")
+            raise ValueError(
+                f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?"
+            )
         # torch's own constructor validates and normalises what is torch's own.
         adam_defaults = Adam(
             [torch.empty(0)],
@@ -155,7 +161,9 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             "check_edits": check_edits,
         }
         if isinstance(curved, bool):
-            raise ValueError(f'curved={curved!r} stands in a group; the constructor takes "matrices", "all", "none" or a callable')
+            raise ValueError(
+                f'curved={curved!r} stands in a group; the constructor takes "matrices", "all", "none" or a callable'
+            )
         self._seen = {}
         self._warned = set()
         super().__init__(params, {**adam_defaults, **sel_defaults, "sel_format": FORMAT})
@@ -202,38 +210,44 @@ class SELAdam(Shadow, torch.optim.Optimizer):
                 f"differentiable=True is not supported by {type(self).__name__}; "
                 "seloptim.transform differentiates through steps, with torchopt"
             )
-        if group["curved"] in ("none", False):
+        if group["curved"] in ("none", False) or (isinstance(group["curved"], list) and not any(group["curved"])):
             return
         if group["fused"]:
-            raise ValueError("fused=True is not available for curved parameters; leave fused=None, or use foreach=True to batch")
+            raise ValueError(
+                "fused=True is not available for curved parameters; leave fused=None, or use foreach=True to batch"
+            )
         if group["capturable"]:
             raise ValueError("capturable=True is not available for curved parameters; leave capturable=False")
         for _, p, name in members:
-            if p.dim() < group["batch_dims"] and p.is_floating_point() and group["curved"] != "matrices":
-                raise ValueError(f"batch_dims={group['batch_dims']} needs more dimensions than parameter {name} has ({p.dim()})")
+            candidate = p.is_floating_point() and (group["curved"] != "matrices" or p.dim() >= 2)
+            if candidate and p.dim() < group["batch_dims"]:
+                raise ValueError(
+                    f"batch_dims={group['batch_dims']} needs more dimensions than parameter {name} has ({p.dim()})"
+                )
 
+    @torch.no_grad()
     def _shrink(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
-        """The mismatched initialisation; beta is resolved before it and kept, since shrinking changes the statistics."""
-        betas: list[float] = [2.0] * len(members)
-        for i, p, name in members:
-            if not self._is_curved(group, i, p, name):
+        """The mismatched initialisation. What depends on the weights is decided before it, since it changes them."""
+        chosen = [self._is_curved(group, i, p, name) for i, p, name in members]
+        betas = [2.0] * len(members)
+        shrunk: list[tuple[Tensor, Tensor]] = []
+        for (i, p, name), is_curved in zip(members, chosen, strict=True):
+            if not is_curved:
                 continue
             if p.is_meta:
-                raise ValueError(f"init='mismatched' needs the weights of parameter {name}, which is on the meta device")
-            if group["curved"] == "matrices" and p.numel() and float(p.detach().double().square().mean().sqrt()) > 0.8:
-                continue
+                raise ValueError(
+                    f"init='mismatched' needs the weights of parameter {name}, which is on the meta device"
+                )
             betas[i] = self._resolve_beta(group, i, p, name)
-        with torch.no_grad():
-            for i, p, name in members:
-                if not self._is_curved(group, i, p, name):
-                    continue
-                scales = self._scale_init(group, betas[i])
-                try:
-                    raw = _rule.inverse(p, scales, beta=betas[i], combine="congruent")
-                except ValueError as error:
-                    raise ValueError(f"parameter {name} {error}") from error
-                p.copy_(_rule.sel_forward(raw, *scales.values(), beta=betas[i], combine="mismatched"))
-        group["beta"] = betas
+            scales = self._scale_init(group, betas[i])
+            try:
+                raw = _rule.inverse(p, scales, beta=betas[i], combine="congruent")
+            except ValueError as error:
+                raise ValueError(f"parameter {name}: {error}") from error
+            shrunk.append((p, sel_forward(raw, *scales.values(), beta=betas[i], combine="mismatched")))
+        for p, weight in shrunk:
+            p.copy_(weight)
+        group["curved"], group["beta"] = chosen, betas
 
     # -------------------------------------------------------------------------------------------------------------- step
 
@@ -277,7 +291,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             kind = plain
             if self._is_curved(group, i, p, name):
                 kind = curved
-                if not self.state.get(p):
+                if not self._has_raw(p):
                     self._create(group, i, p, name)
                 else:
                     self._check_edit(group, i, p, name)
@@ -388,14 +402,52 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         if incoming is not None:
             self._reinstall(incoming)
 
+    def _check_incoming(self, state_dict: dict[str, Any]) -> None:
+        """Everything that can be wrong with a saved state, before anything changes."""
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise ValueError('not an optimizer state: expected the keys "state" and "param_groups" of a state_dict()')
+        live = {id(group): [] for group in self.param_groups}
+        for group, _, p, name in self._members():
+            live[id(group)].append((p, name))
+        for k, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
+            members = live[id(group)]
+            if len(members) != len(saved["params"]):
+                return  # torch's own error says so
+            version = saved.get("sel_format", FORMAT)
+            if version > FORMAT:
+                raise ValueError(
+                    f"the state has format {version}, this seloptim reads up to {FORMAT}; upgrade seloptim to load it"
+                )
+            if "param_names" in group and "param_names" in saved:
+                have = [_bare(name) for name in group["param_names"]]
+                want = [_bare(name) for name in saved["param_names"]]
+                if have != want and sorted(have) == sorted(want):
+                    at = next(i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b)
+                    raise ValueError(
+                        f"group {k} has the saved names in another order: position {at} is {have[at]!r} here and {want[at]!r} in the "
+                        "state; loading is by position, build the optimizer with the parameters in the saved order"
+                    )
+            for (p, name), saved_id in zip(members, saved["params"], strict=True):
+                for key in ("raw", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
+                    value = state_dict["state"].get(saved_id, {}).get(key)
+                    if isinstance(value, Tensor) and value.shape != p.shape:
+                        raise ValueError(
+                            f"parameter {name} has shape {tuple(p.shape)}, its saved {key} {tuple(value.shape)}: "
+                            "the state belongs to another model or another order of parameters"
+                        )
+
     @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
         """Put the saved tensors back in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
-        saved_ids = [k for group in incoming["param_groups"] for k in group["params"]]
+        saved_ids = [(k, "sel_format" in group) for group in incoming["param_groups"] for k in group["params"]]
         moved: list[tuple[str, float]] = []
-        for saved_id, (group, i, p, name) in zip(saved_ids, self._members(), strict=True):
+        for (saved_id, ours), (group, _, p, name) in zip(saved_ids, self._members(), strict=True):
             saved = incoming["state"].get(saved_id)
-            if not saved or "raw" not in saved:
+            if not saved:
+                continue
+            if "raw" not in saved:
+                if not ours and "exp_avg" in saved:
+                    self._mark_adam(saved, group, p)
                 continue
             dtype = _rule.state_dtype(p.dtype)
             for key, value in saved.items():
@@ -409,7 +461,47 @@ class SELAdam(Shadow, torch.optim.Optimizer):
                 moved.append((name, change))
         if moved:
             names = ", ".join(name for name, _ in moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
-            self._warn_moved(names, max(change for _, change in moved))
+            warnings.warn(
+                f"the loaded raw weights are authoritative: {names} differed from their map and were set to it, by at most "
+                f"{max(change for _, change in moved):.3g}; change weights after loading the optimizer, not before",
+                stacklevel=4,
+            )
+
+    def _restore(self, group: dict[str, Any], p: Tensor) -> float:
+        """p <- map(raw) where the two differ; the largest change."""
+        if p.is_meta:
+            return 0.0
+        mapped = _rule.push(self._views(p, group), self._curve(p, group)).view(p.shape)
+        differs = differing(p, mapped)
+        if not bool(differs.any()):
+            return 0.0
+        change = float((p[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
+        p.copy_(torch.where(differs, mapped.to(p.dtype), p))
+        self._remember(p)
+        return change
+
+    def _mark_adam(self, saved: dict[str, Any], group: dict[str, Any], p: Tensor) -> None:
+        """Keep a state that torch.optim.Adam saved, in its own dtype, until the parameter's curved state is needed.
+
+        Its weights may be loaded after the optimizer, so that the slopes are not known yet.
+        """
+        for key, value in saved.items():
+            if isinstance(value, Tensor):
+                self.state[p][key] = value.detach().clone() if key == "step" else value.detach().to(p.device, copy=True)
+        self.state[p]["from_adam"] = 1
+
+    def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
+        adam_state = self.state.get(p)
+        super()._create(group, i, p, name)
+        if adam_state and "from_adam" in adam_state:
+            from_adam(adam_state, self.state[p], self._slope(p, group))
+
+    @torch.no_grad()
+    def _slopes(self) -> list[tuple[Tensor, Tensor | None]]:
+        """(p, slope in p's shape, or None where p is not curved) by position in the state_dict."""
+        return [
+            (p, self._slope(p, group) if "raw" in self.state.get(p, {}) else None) for group, _, p, _ in self._members()
+        ]
 
 
 class SELAdamW(SELAdam):
@@ -478,6 +570,10 @@ _ADAM_OPTIONS = (
 )
 
 
+def _bare(name: str) -> str:
+    return name.replace("module.", "").replace("_orig_mod.", "")
+
+
 def _keep_incoming(optimizer: Any, state_dict: dict[str, Any]) -> None:
     optimizer._check_incoming(state_dict)
     optimizer._incoming = state_dict
@@ -525,7 +621,9 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"Invalid {name}: {group[name]!r}; use one of {', '.join(map(repr, allowed))}")
     curved = group["curved"]
     if not (callable(curved) or isinstance(curved, (bool, list)) or curved in ("matrices", "all", "none")):
-        raise ValueError(f"Invalid curved: {curved!r}; use 'matrices', 'all', 'none', a bool (in a group) or a callable (name, p) -> bool")
+        raise ValueError(
+            f"Invalid curved: {curved!r}; use 'matrices', 'all', 'none', a bool (in a group) or a callable (name, p) -> bool"
+        )
     if isinstance(curved, list) and len(curved) != len(group["params"]):
         raise ValueError(f"Invalid curved: {len(curved)} entries for {len(group['params'])} parameters")
     beta = group["beta"]
@@ -537,7 +635,9 @@ def _check_group(group: dict[str, Any]) -> None:
         if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 0:
             raise ValueError(f"Invalid {name}: {group[name]!r}; use an int >= 0")
     steps = group["anneal_steps"]
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, (int, float)) or not 0 < steps < math.inf):
+    if steps is not None and (
+        isinstance(steps, bool) or not isinstance(steps, (int, float)) or not 0 < steps < math.inf
+    ):
         raise ValueError(f"Invalid anneal_steps: {steps!r}; use a positive number of steps, or None")
     group["scale_init"] = _check_scale_init(group["scale_init"])
     group["scale_lr"] = _check_scale_lr(group["scale_lr"])
@@ -549,14 +649,18 @@ def _check_beta(beta: Any, name: str | None) -> Any:
         raise ValueError(f"beta is the curvature, one number, got {beta!r}{where}; did you mean betas={tuple(beta)!r}?")
     if isinstance(beta, str):
         if name is not None or beta not in ("auto", "width"):
-            raise ValueError(f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float")
+            raise ValueError(
+                f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
+            )
         return beta
     try:
         number = float(beta)
     except (TypeError, ValueError):
         number = math.nan
     if isinstance(beta, bool) or not 0 < number < math.inf:
-        raise ValueError(f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float")
+        raise ValueError(
+            f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
+        )
     return number
 
 
@@ -573,7 +677,9 @@ def _check_scale_init(given: Any) -> dict[str, Any] | None:
         return None
     _check_kinds("scale_init", given)
     for kind, value in given.items():
-        fine = value == "beta" or (isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value))
+        fine = value == "beta" or (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
         if not fine:
             raise ValueError(f"Invalid scale_init for {kind}: {value!r}; use a finite number or 'beta'")
     return dict(given)
