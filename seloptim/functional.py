@@ -266,7 +266,7 @@ def _inverse(
         # In the dtype of the map, so that l = beta gives a linear coefficient of exactly 1 in both directions.
         coefficients = (_times(_over(e, beta), _exp_minus(n)), _over(l, beta), _times(beta, m))
         ce, cl, bm = (
-            torch.as_tensor(v, device=weight.device).to(torch.float64).expand(weight.shape) for v in coefficients
+            torch.as_tensor(v, dtype=torch.float64, device=weight.device).expand(weight.shape) for v in coefficients
         )
         raw, has_inverse = torch.empty_like(weight), torch.empty_like(weight, dtype=torch.bool)
         # Float64 temporaries of a whole embedding are many times its size, and slow: one cache's worth at a time.
@@ -293,7 +293,7 @@ def _no_inverse_reason(
         return f"{place} is not finite"
 
     def at(v: Scale) -> Tensor:
-        return torch.as_tensor(v, device=weight.device).to(torch.float64).expand(weight.shape)
+        return torch.as_tensor(v, dtype=torch.float64, device=weight.device).expand(weight.shape)
 
     values = ", ".join(
         f"{k}={at(v)[where].item():.6g}" for k, v in zip(("beta", *KINDS), (beta, e, l, m, n), strict=True)
