@@ -289,8 +289,9 @@ def pull(grad: Tensor, state: Views, curve: Curve) -> Pulled:
         grad_row, grad_col = _pull_factors(grad, row, col, derivatives, curve, True)
     grad_b = grad_a = None
     if state.residual_b is not None and state.residual_a is not None:
-        grad_b = grad @ state.residual_a.value.mT
-        grad_a = state.residual_b.value.mT @ grad
+        finite = torch.nan_to_num(grad, 0.0, 0.0, 0.0)
+        grad_b = finite @ state.residual_a.value.mT
+        grad_a = state.residual_b.value.mT @ finite
     return Pulled(grad * slopes, grad_row, grad_col, grad_b, grad_a)
 
 
