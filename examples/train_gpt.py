@@ -1,9 +1,10 @@
 """Train a small byte-level GPT with Adam and with SELAdam, side by side: same batches, same initial weights.
 
-python examples/train_gpt.py                                     # the standard library's sources, a few minutes
-python examples/train_gpt.py --plot curves.png --logdir runs     # a picture, and logs for TensorBoard
-python examples/train_gpt.py --data book.txt --optimizer sel     # your own text, one optimizer alone
-python examples/train_gpt.py --save gpt.pt                       # Ctrl-C at any time, then --resume gpt.pt
+For instance:
+    python examples/train_gpt.py                                     # the standard library's sources, a few minutes
+    python examples/train_gpt.py --plot curves.png --logdir runs     # a picture, and logs for TensorBoard
+    python examples/train_gpt.py --data book.txt --optimizer sel     # your own text, one optimizer alone
+    python examples/train_gpt.py --save gpt.pt                       # Ctrl-C at any time, then --resume gpt.pt
 """
 
 import argparse
@@ -21,7 +22,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "5")  # before torch loads: its profiler would write over the progress bar
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch loads: its profiler would write to the terminal
 
 import torch
 from torch import nn
@@ -275,7 +276,7 @@ def validation_batches(tokens, args):
 
 
 def catch_ctrl_c():
-    """A list that the first Ctrl-C fills: the step under way ends before anything is saved. A second one stops at once."""
+    """A list that the first Ctrl-C fills, so that no step is left half done. A second Ctrl-C stops at once."""
     seen = []
 
     def handler(number, frame):
@@ -353,32 +354,29 @@ def figures(run, runs, batches, args):
     }
     for other in runs.values():
         if other is not run:
-            step = first_step_at(history["val"], other.history["val"][-1][1])
+            goal = other.history["val"][-1][1]
+            step = next((step for step, loss in history["val"] if loss <= goal), None)
             rows["steps to the other's final val loss"] = "never" if step is None else str(step)
-            rows["seconds to the other's final val loss"] = (
-                "never" if step is None else f"{sum(history['seconds'][:step]):.1f}"
-            )
+            seconds = sum(history["seconds"][:step])
+            rows["seconds to the other's final val loss"] = "never" if step is None else f"{seconds:.1f}"
     rows["whole step, median, ms"] = f"{1e3 * statistics.median(history['seconds']):.1f}"
     rows["optimizer's part of it, median, ms"] = f"{1e3 * statistics.median(history['optimizer_seconds']):.1f}"
     state = [t for s in run.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
     held = sum(t.nbytes for t in [*run.model.parameters(), *state])
     rows["optimizer state, MiB"] = mib(sum(t.nbytes for t in state))
     run.optimizer.zero_grad()
-    rows["peak memory of training, MiB"] = mib(held + peak(lambda: train_step(run, batches, 0.0, args), args.device))
-    hidden = run.model(batches[0][0]).detach().requires_grad_()
+    lr = learning_rate(args.steps - 1, args)
+    rows["peak memory of training, MiB"] = mib(held + peak(lambda: train_step(run, batches, lr, args), args.device))
+    inputs, targets = batches[0]
+    hidden = run.model(inputs).detach().requires_grad_()
     weight = run.model.head.weight.detach().requires_grad_()
-    rows[f"peak memory of the {args.loss} loss, MiB"] = mib(
-        peak(lambda: LOSSES[args.loss](hidden, weight, batches[0][1]).backward(), args.device)
-    )
+    loss_peak = peak(lambda: LOSSES[args.loss](hidden, weight, targets).backward(), args.device)
+    rows[f"peak memory of the {args.loss} loss, MiB"] = mib(loss_peak)
     return rows
 
 
 def mib(size):
     return f"{size / 2**20:.1f}"
-
-
-def first_step_at(val, target):
-    return next((step for step, loss in val if loss <= target), None)
 
 
 def peak(function, device):
@@ -412,8 +410,8 @@ def plot(path, runs):
         by_step.plot(range(1, len(run.history["train"]) + 1), run.history["train"], color=color, alpha=0.25, lw=0.8)
         by_step.plot(steps, losses, color=color, marker=".", label=f"{name}: {losses[-1]:.4f}")
         by_time.plot(seconds, losses, color=color, marker=".", label=name)
-    by_step.set(xlabel="step", ylabel="loss (nats per token)", title="validation, and training in pale")
-    by_time.set(xlabel="seconds of training", title="validation")
+    by_step.set(xlabel="step", ylabel="validation loss (nats per token)", title="by steps (pale: the batches)")
+    by_time.set(xlabel="seconds of training", title="by time")
     for axes in (by_step, by_time):
         axes.grid(alpha=0.3)
         axes.legend()
@@ -446,67 +444,51 @@ NOT_SAVED = ("device", "save", "save_every", "resume", "plot", "logdir")
 FIXED = ("width", "depth", "heads", "context", "dtype", "seed", "init", "beta", "curved")
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message) -> NoReturn:
-        fail(message)
-
-
-def number(kind, least, wanted):
-    """A type for argparse: `kind` of the text, at least `least`, and finite."""
-
+def number(kind, least):
     def convert(text):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = -math.inf
+        value = kind(text)
         if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"must be {wanted}, got {text}")
+            raise argparse.ArgumentTypeError(f"must be at least {least} and finite, got {text}")
         return value
 
+    convert.__name__ = kind.__name__  # argparse says "invalid int value" by it
     return convert
 
 
-whole = number(int, 1, "a whole number from 1 on")
-seed = number(int, 0, "a whole number from 0 on")
-positive = number(float, sys.float_info.min, "a positive number")
-not_negative = number(float, 0, "a number from 0 on")
-
-
 def beta(text):
-    return text if text in ("auto", "width") else number(float, 1, '"auto", "width" or a number from 1 on')(text)
+    return text if text in ("auto", "width") else number(float, 1)(text)
 
 
 def make_parser():
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.error = fail  # one line instead of the whole usage
     add = parser.add_argument
     add("--data", help="any file, read as bytes; or a folder with train.bin and val.bin as nanoGPT prepares them")
     add("--optimizer", choices=("adam", "sel", "both"), default="both")
-    add("--steps", type=whole, default=500)
-    add("--width", type=whole, default=128)
-    add("--depth", type=whole, default=4)
-    add("--heads", type=whole, default=4)
-    add("--context", type=whole, default=128)
-    add("--batch", type=whole, default=16, help="sequences in a batch (in a micro-batch with --accumulate)")
-    add("--accumulate", type=whole, default=1, help="micro-batches in a step")
-    add("--lr", type=positive, default=1e-3, help="the highest rate, of both optimizers")
-    add("--warmup", type=whole, default=20, help="steps of linear warm-up; after it, cosine down to a tenth")
-    add("--clip", type=not_negative, default=1.0, help="largest norm of the gradient; 0 for no clipping")
-    add("--seed", type=seed, default=0)
+    add("--steps", type=number(int, 1), default=500)
+    add("--width", type=number(int, 1), default=128)
+    add("--depth", type=number(int, 1), default=4)
+    add("--heads", type=number(int, 1), default=4)
+    add("--context", type=number(int, 1), default=128)
+    add("--batch", type=number(int, 1), default=16, help="sequences in a batch (in a micro-batch with --accumulate)")
+    add("--accumulate", type=number(int, 1), default=1, help="micro-batches in a step")
+    add("--lr", type=number(float, 1e-12), default=1e-3, help="the highest rate, of both optimizers")
+    add("--warmup", type=number(int, 1), default=20, help="steps of linear warm-up; after it, cosine down to a tenth")
+    add("--clip", type=number(float, 0), default=1.0, help="largest norm of the gradient; 0 for no clipping")
+    add("--seed", type=number(int, 0), default=0)
     add("--loss", choices=tuple(LOSSES), default="fused")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--init", choices=("mismatched", "preserve"), default="mismatched", help="SELAdam's")
     add("--beta", type=beta, default="auto", help='SELAdam\'s: a number, "auto" or "width"')
-    add("--anneal-steps", type=whole, help="SELAdam's (default: as many as --steps)")
-    add(
-        "--curved",
-        choices=("modules", "matrices", "all", "none"),
-        default="modules",
-        help="what SELAdam curves: by module type through param_groups, or its own `curved` option",
-    )
-    add("--eval-every", type=whole, default=25, help="steps between two validations")
+    add("--anneal-steps", type=number(int, 1), help="SELAdam's (default: as many as --steps)")
+    curved = ("modules", "matrices", "all", "none")
+    add("--curved", choices=curved, default="modules", help="SELAdam's; modules: chosen by type, with param_groups")
+    add("--eval-every", type=number(int, 1), default=25, help="steps between two validations")
     add("--save", help="write checkpoints to this file (after a Ctrl-C also without it: train_gpt.pt)")
-    add("--save-every", type=whole, default=100, help="steps between two checkpoints")
+    add("--save-every", type=number(int, 1), default=100, help="steps between two checkpoints")
     add("--resume", help="go on from this checkpoint; its flags stand unless given anew")
     add("--plot", help="draw the curves to this PNG file")
     add("--logdir", help="write TensorBoard logs to this folder")
