@@ -472,7 +472,7 @@ def make_parser():
     add("--depth", type=number(int, 1), default=4)
     add("--heads", type=number(int, 1), default=4)
     add("--context", type=number(int, 1), default=128)
-    add("--batch", type=number(int, 1), default=16, help="sequences in a batch (in a micro-batch with --accumulate)")
+    add("--batch", type=number(int, 1), default=12, help="sequences in a batch (in a micro-batch with --accumulate)")
     add("--accumulate", type=number(int, 1), default=1, help="micro-batches in a step")
     add("--lr", type=number(float, 1e-12), default=1e-3, help="the highest rate, of both optimizers")
     add("--warmup", type=number(int, 1), default=20, help="steps of linear warm-up; after it, cosine down to a tenth")
