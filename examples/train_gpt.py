@@ -140,7 +140,7 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 residual = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * depth) if residual else 0.02)
+                nn.init.normal_(p, std=(2 * width * depth if residual else width) ** -0.5)
 
     def forward(self, tokens):
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
@@ -203,7 +203,7 @@ def clock(device):
 
 
 def train_step(run, batches, lr, args):
-    """One step over all micro-batches. Returns its loss, its seconds, and those of the optimizer alone."""
+    """One step over all micro-batches."""
     started = clock(args.device)
     run.optimizer.zero_grad()
     total = 0.0
@@ -218,51 +218,47 @@ def train_step(run, batches, lr, args):
     before = clock(args.device)
     run.optimizer.step()
     after = clock(args.device)
-    return total, after - started, after - before
+    run.history["train"].append(total)
+    run.history["seconds"].append(after - started)
+    run.history["optimizer_seconds"].append(after - before)
 
 
 @torch.no_grad()
-def evaluate(model, batches, args):
-    """The mean loss over the same few sequences each time, evenly spread over the validation text."""
-    total = 0.0
-    for inputs, targets in batches:
-        total += LOSSES[args.loss](model(inputs), model.head.weight, targets).item() * len(inputs)
-    return total / sum(len(inputs) for inputs, _ in batches)
+def validate(runs, batches, step, args):
+    for run in runs.values():
+        total = 0.0
+        for inputs, targets in batches:
+            total += LOSSES[args.loss](run.model(inputs), run.model.head.weight, targets).item() * len(inputs)
+        run.history["val"].append([step, total / sum(len(inputs) for inputs, _ in batches)])
 
 
-def train(runs, text, generator, start, args):
-    """Trains from step `start` on and returns the step reached: less than args.steps after a Ctrl-C."""
+def train(runs, text, generator, step, args):
+    """Trains from step `step` on and returns the step reached: less than args.steps after a Ctrl-C."""
     interrupted = catch_ctrl_c()
     val_batches = validation_batches(text.val, args)
-    bar = tqdm(total=args.steps, initial=start, unit="step", dynamic_ncols=True) if tqdm else None
-    writers = make_writers(runs, args, start)
-
-    def validate(step):
-        for name, run in runs.items():
-            run.history["val"].append([step, evaluate(run.model, val_batches, args)])
-            log_validation(writers.get(name), run)
-
-    if start == 0:
-        validate(0)
-    for step in range(start, args.steps):
-        if interrupted:
-            return step
+    writers = make_writers(runs, args, step)
+    bar = tqdm(total=args.steps, initial=step, unit="step", dynamic_ncols=True) if tqdm else None
+    if not any(run.history["val"] for run in runs.values()):
+        validate(runs, val_batches, step, args)
+    while step < args.steps and not interrupted:
         batches = [draw(text.train, generator, args) for _ in range(args.accumulate)]
+        lr = learning_rate(step, args)
+        step += 1
         for run in runs.values():
-            loss, seconds, optimizer_seconds = train_step(run, batches, learning_rate(step, args), args)
-            run.history["train"].append(loss)
-            run.history["seconds"].append(seconds)
-            run.history["optimizer_seconds"].append(optimizer_seconds)
+            train_step(run, batches, lr, args)
+        if step % args.eval_every == 0 or step == args.steps:
+            validate(runs, val_batches, step, args)
+        log(runs, writers, step)
         if bar is not None:
             bar.set_postfix({name: f"{run.history['train'][-1]:.4f}" for name, run in runs.items()}, refresh=False)
             bar.update()
-        for name, writer in writers.items():
-            writer.add_scalar("loss/train", runs[name].history["train"][-1], step + 1)
-        if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
-            validate(step + 1)
-        if args.save and (step + 1) % args.save_every == 0:
-            save(args.save, runs, text, generator, step + 1, args)
-    return args.steps
+        if args.save and step % args.save_every == 0:
+            save(args.save, runs, text, generator, step, args)
+    if bar is not None:
+        bar.close()
+    for writer in writers.values():
+        writer.close()
+    return step
 
 
 def draw(tokens, generator, args):
@@ -271,7 +267,8 @@ def draw(tokens, generator, args):
 
 
 def validation_batches(tokens, args):
-    starts = torch.linspace(0, len(tokens) - args.context - 1, EVAL_SEQUENCES).long()
+    """The same few sequences at every validation, evenly spread over the text."""
+    starts = torch.linspace(0, len(tokens) - args.context - 1, EVAL_SEQUENCES, dtype=torch.float64).long()
     return [windows(tokens, part, args.context, args.device) for part in starts.split(args.batch)]
 
 
@@ -335,9 +332,12 @@ def restore(runs, state, generator, args):
 # --------------------------------------------------------------------------------------------------- report
 
 
-def report(runs, text, generator, args):
+def print_results(runs):
     for name, run in runs.items():
         print(f"{name} val_loss {run.history['val'][0][1]:.4f} -> {run.history['val'][-1][1]:.4f}")
+
+
+def print_table(runs, text, generator, args):
     batches = [draw(text.train, generator, args)] * args.accumulate
     columns = {name: figures(run, runs, batches, args) for name, run in runs.items()}
     print("\n" + " " * 42 + "".join(f"{name:>12}" for name in columns))
@@ -418,24 +418,20 @@ def plot(path, runs):
     figure.savefig(path, dpi=130)
 
 
-def make_writers(runs, args, start):
+def make_writers(runs, args, step):
     if not args.logdir:
         return {}
     from torch.utils.tensorboard import SummaryWriter
 
-    return {name: SummaryWriter(str(Path(args.logdir, name)), purge_step=start) for name in runs}
+    return {name: SummaryWriter(str(Path(args.logdir, name)), purge_step=step + 1) for name in runs}
 
 
-def log_validation(writer, run):
-    if writer is None:
-        return
-    from seloptim.tensorboard import log_scales
-
-    step, loss = run.history["val"][-1]
-    writer.add_scalar("loss/val", loss, step)
-    if isinstance(run.optimizer, SELAdam):
-        log_scales(writer, run.optimizer, step)
-    writer.flush()
+def log(runs, writers, step):
+    for name, writer in writers.items():
+        history = runs[name].history
+        writer.add_scalar("loss/train", history["train"][-1], step)
+        if history["val"][-1][0] == step:
+            writer.add_scalar("loss/val", history["val"][-1][1], step)
 
 
 # ---------------------------------------------------------------------------------------------------- flags
@@ -474,7 +470,7 @@ def make_parser():
     add("--context", type=number(int, 1), default=128)
     add("--batch", type=number(int, 1), default=12, help="sequences in a batch (in a micro-batch with --accumulate)")
     add("--accumulate", type=number(int, 1), default=1, help="micro-batches in a step")
-    add("--lr", type=number(float, 1e-12), default=1e-3, help="the highest rate, of both optimizers")
+    add("--lr", type=number(float, 1e-12), default=3e-3, help="the highest rate, of both optimizers")
     add("--warmup", type=number(int, 1), default=20, help="steps of linear warm-up; after it, cosine down to a tenth")
     add("--clip", type=number(float, 0), default=1.0, help="largest norm of the gradient; 0 for no clipping")
     add("--seed", type=number(int, 0), default=0)
@@ -555,12 +551,14 @@ def main(arguments=None):
     if args.save or step < args.steps:
         args.save = args.save or "train_gpt.pt"
         save(args.save, runs, text, generator, step, args)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if step < args.steps:
-        print(f"\ninterrupted after step {step}: go on with --resume {args.save}", file=sys.stderr)
+        print(f"interrupted after step {step}: go on with --resume {args.save}", file=sys.stderr)
         raise SystemExit(130)
-    report(runs, text, generator, args)
+    print_results(runs)
     if args.plot:
         plot(args.plot, runs)
+    print_table(runs, text, generator, args)
 
 
 if __name__ == "__main__":

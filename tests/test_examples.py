@@ -152,13 +152,12 @@ def test_train_gpt_on_the_standard_library(tmp_path: Path) -> None:
     for name in ("adam", "sel"):
         events = EventAccumulator(str(logs / name)).Reload()
         assert [e.step for e in events.Scalars("loss/train")] == list(range(1, 31))
-        assert round(events.Scalars("loss/val")[-1].value, 4) == pytest.approx(val_losses(out, name)[1], abs=1e-4)
-        assert len(events.Tags()["scalars"]) > 2 or name == "adam"  # the scales
+        assert events.Scalars("loss/val")[-1].value == pytest.approx(val_losses(out, name)[1], abs=1e-4)
 
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_as_if_never_stopped(tmp_path: Path, text: str) -> None:
     stopped, whole, resumed = (str(tmp_path / name) for name in ("stopped.pt", "whole.pt", "resumed.pt"))
-    flags = [*TINY, "--data", text, "--steps", "300", "--save-every", "10"]
+    flags = [*TINY, "--data", text, "--steps", "100", "--save-every", "10"]
     process = start("train_gpt.py", *flags, "--save", stopped)
     while not Path(stopped).exists() and process.poll() is None:
         time.sleep(0.01)
@@ -166,7 +165,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_as_if_never_stopped(
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out == ""
     step = read(stopped)["step"]
-    assert 10 <= step < 300
+    assert 10 <= step < 100
     assert f"interrupted after step {step}: go on with --resume {stopped}" in err
     assert run("train_gpt.py", "--resume", stopped, "--save", resumed)
     assert run("train_gpt.py", *flags, "--save", whole)
