@@ -15,7 +15,7 @@ from . import _rule
 from ._rule import Curve, Hyper, Pulled, Slot, Views
 
 BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32 a temporary
-STACK_BYTES = 64 << 20
+STACK_BYTES = 64 << 20  # on an accelerator; on a CPU a stack is one block, since a larger one only adds copies
 
 
 class Item(NamedTuple):
@@ -58,7 +58,11 @@ def _run_batched(items: Sequence[Item], hyper: Hyper) -> None:
         alike[key].append(item)
     for members in alike.values():
         raw = members[0].state.raw.value
-        size = max(1, STACK_BYTES // max(1, raw.numel() * raw.element_size()))
+        limit = STACK_BYTES if raw.device.type != "cpu" else BLOCK_ELEMENTS * raw.element_size()
+        size = max(1, limit // max(1, raw.numel() * raw.element_size()))
+        if size == 1:
+            _run_single(members, hyper)
+            continue
         for start in range(0, len(members), size):
             _run_stack(members[start : start + size], hyper)
 
@@ -175,9 +179,10 @@ def _cut(state: Views, curve: Curve, block: tuple[slice, slice]) -> tuple[Views,
         index: Callable[[Tensor], Tensor] = lambda t: t[block[0]] if whole else t[block]  # noqa: E731
         return Slot(*(None if t is None else index(t) for t in slot))  # type: ignore[arg-type]
 
-    part = Views(
-        *(cut(slot, name not in ("scale_col", "residual_a")) for name, slot in zip(Views._fields, state, strict=True))
-    )  # type: ignore[arg-type]
+    slots = (
+        cut(slot, name not in ("scale_col", "residual_a")) for name, slot in zip(Views._fields, state, strict=True)
+    )
+    part = Views(*slots)  # type: ignore[arg-type]
     return part, curve._replace(beta=_cut_rate(curve.beta, block))
 
 

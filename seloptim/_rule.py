@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .functional import KINDS, _inverse, _no_inverse_reason, sel_derivatives, sel_forward
+from .functional import KINDS, _inverse, _no_inverse_reason, _over, sel_derivatives, sel_forward
 
 STRUCTURES = ("row_col", "row", "col", "scalar", "none")
 VALUES = ("raw", "scale_row", "scale_col", "residual_b", "residual_a")
@@ -163,8 +163,7 @@ def inverse(
 
 def nearest_inverse(
     weight: Tensor,
-    *scales: Tensor,
-    beta: float,
+    *scales: Tensor,  # as patterns() has them, for a curvature of 1
     combine: str,
     previous: Tensor,
 ) -> tuple[Tensor, Tensor]:
@@ -173,7 +172,7 @@ def nearest_inverse(
     On a branch a = |raw| the weight is f(a) = E*expm1(b*a) + c*a towards the target t = |weight|. Where its two parts pull in
     opposite directions f has one stationary point; the target lies behind it (E > 0) or at most as high as it (E < 0).
     """
-    raw, reached = _inverse(weight, *scales, beta=beta, combine=combine, previous=previous)
+    raw, reached = _inverse(weight, *scales, beta=1.0, combine=combine, previous=previous)
     lost = ~reached
     if not bool(lost.any()):
         return raw, reached
@@ -182,8 +181,8 @@ def nearest_inverse(
     best, best_error = torch.zeros_like(w), w.abs()
     for branch in (1.0, -1.0):
         toward = branch * w.sign()
-        E, b = toward * e / beta * torch.exp(-n), beta * m
-        c = (w.sign() if combine == "mismatched" else toward) * l / beta
+        E, b = toward * e * torch.exp(-n), m
+        c = (w.sign() if combine == "mismatched" else toward) * l
         turn = torch.nan_to_num(torch.log(-c / (E * b)) / b, 0.0, 0.0, 0.0).clamp_min(0.0)
         low = torch.where(E > 0, turn, 0.0)
         high = torch.where(E > 0, turn + (torch.log1p((w.abs() + c.abs()) / E.abs()) + 60.0) / b.abs(), turn)
@@ -225,20 +224,52 @@ def views(state: Mapping[str, Tensor | float], batch_dims: int, amsgrad: bool) -
 # --------------------------------------------------------------------------------------------------------- the stages
 
 
-def patterns(row: Tensor | None, col: Tensor | None, has_n: bool) -> list[Tensor | float]:
-    """scale[i, j] = row[i] * col[j] for each kind, broadcastable to (batch, rows, cols); a missing factor is 1."""
+def patterns(row: Tensor | None, col: Tensor | None, curve: Curve) -> list[Tensor | float]:
+    """(e/beta, l/beta, beta*m, n), broadcastable to (batch, rows, cols): the map's scales for a curvature of 1.
+
+    scale[i, j] = row[i] * col[j], a missing factor being 1. beta goes into the factors, which are small.
+    """
+    first, second = (row, col) if row is not None else (col, None)
+    assert first is not None
+    firsts, seconds = by_kind(first), by_kind(second)
+    beta = curve.beta.squeeze(-1) if isinstance(curve.beta, Tensor) else curve.beta
     found: list[Tensor | float] = []
     for k, kind in enumerate(KINDS):
-        r = None if row is None else row[..., k].unsqueeze(-1)
-        c = None if col is None else col[..., k].unsqueeze(-2)
-        if kind == "n" and not has_n:
+        if kind == "n" and not curve.has_n:
             found.append(0.0)
-        elif r is not None and c is not None:
-            found.append(r * c)
-        else:
-            only = r if r is not None else c
-            found.append(1.0 if only is None else only)
+            continue
+        scale = firsts[k]
+        if kind in ("e", "l"):
+            over = _over(scale, beta)
+            assert isinstance(over, Tensor)
+            scale = over
+        elif kind == "m":
+            scale = scale * beta
+        scale = scale.unsqueeze(-1 if row is not None else -2)
+        found.append(scale if second is None else scale * seconds[k].unsqueeze(-2))
     return found
+
+
+def by_kind(factor: Tensor | None) -> tuple[Tensor, ...]:
+    """A packed factor (batch, length, kinds) as one contiguous (batch, length) a kind.
+
+    The packing has a stride of four numbers; a product with such a vector falls off the processor's vector path.
+    """
+    return () if factor is None else factor.permute(2, 0, 1).contiguous().unbind()
+
+
+def factors(state: Views) -> tuple[Tensor | None, Tensor | None]:
+    """The row and the column factors of the scales, (batch, rows or 1, kinds) and (batch, cols, kinds)."""
+    return (
+        None if state.scale_row is None else state.scale_row.value,
+        None if state.scale_col is None else state.scale_col.value,
+    )
+
+
+def slope(state: Views, curve: Curve) -> Tensor:
+    """d weight / d raw, (batch, rows, cols)."""
+    scales = patterns(*factors(state), curve)
+    return sel_derivatives(state.raw.value, *scales, beta=1.0, combine=curve.combine, kinds=())[0]
 
 
 def pull(grad: Tensor, state: Views, curve: Curve) -> Pulled:
@@ -246,43 +277,45 @@ def pull(grad: Tensor, state: Views, curve: Curve) -> Pulled:
 
     grad_raw = grad * slope;  grad_row[i] = sum_j grad[i,j] * derivative[i,j] * col[j], and the other way round.
     """
-    row = None if state.scale_row is None else state.scale_row.value
-    col = None if state.scale_col is None else state.scale_col.value
-    slope, derivatives = sel_derivatives(
-        state.raw.value,
-        *patterns(row, col, curve.has_n),
-        beta=curve.beta,
-        combine=curve.combine,
-        kinds=curve.learned,
+    row, col = factors(state)
+    slopes, derivatives = sel_derivatives(
+        state.raw.value, *patterns(row, col, curve), beta=1.0, combine=curve.combine, kinds=curve.learned
     )
-    grad_raw = grad * slope
-    grad_rows: list[Tensor] = []
-    grad_cols: list[Tensor] = []
-    # One NaN or inf would spread over its whole row and column through the sums; its own weight meets it in grad_raw.
-    finite = torch.nan_to_num(grad, 0.0, 0.0, 0.0) if curve.learned else grad
-    for k, kind in enumerate(KINDS):
-        if kind in curve.learned:
-            share = finite * derivatives.pop(kind)
-            if row is not None:
-                grad_rows.append(_sum_columns(share, None if col is None else col[..., k], row.shape[-2]))
-            if col is not None:
-                grad_cols.append(_sum_rows(share, None if row is None else row[..., k]))
-        else:
-            if row is not None:
-                grad_rows.append(torch.zeros_like(row[..., k]))
-            if col is not None:
-                grad_cols.append(torch.zeros_like(col[..., k]))
+    grad_row, grad_col = _pull_factors(grad, row, col, derivatives, curve)
+    # One NaN or inf would spread over its whole row and column through the sums; its own weight meets it in grad * slope.
+    # On an accelerator a look at the sums would make the host wait.
+    sums = [found for found in (grad_row, grad_col) if found is not None]
+    if curve.learned and not (grad.device.type == "cpu" and all(bool(found.isfinite().all()) for found in sums)):
+        grad_row, grad_col = _pull_factors(torch.nan_to_num(grad, 0.0, 0.0, 0.0), row, col, derivatives, curve)
     grad_b = grad_a = None
     if state.residual_b is not None and state.residual_a is not None:
         grad_b = grad @ state.residual_a.value.mT
         grad_a = state.residual_b.value.mT @ grad
-    return Pulled(
-        grad_raw,
-        torch.stack(grad_rows, -1) if row is not None else None,
-        torch.stack(grad_cols, -1) if col is not None else None,
-        grad_b,
-        grad_a,
-    )
+    return Pulled(grad * slopes, grad_row, grad_col, grad_b, grad_a)
+
+
+def _pull_factors(
+    grad: Tensor, row: Tensor | None, col: Tensor | None, derivatives: Mapping[str, Tensor], curve: Curve
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the packed factors; `derivatives` are those for a curvature of 1, as patterns() has it."""
+    beta = curve.beta.squeeze(-1) if isinstance(curve.beta, Tensor) else curve.beta
+    units: dict[str, float | Tensor] = {"e": 1 / beta, "l": 1 / beta, "m": beta, "n": 1.0}
+    row_kinds, col_kinds = by_kind(row), by_kind(col)
+    rows: list[Tensor] = []
+    cols: list[Tensor] = []
+    for k, kind in enumerate(KINDS):
+        if kind in curve.learned:
+            share = grad * derivatives[kind]
+            if row is not None:
+                rows.append(_sum_columns(share, None if col is None else col_kinds[k], row.shape[-2]) * units[kind])
+            if col is not None:
+                cols.append(_sum_rows(share, None if row is None else row_kinds[k]) * units[kind])
+        else:
+            if row is not None:
+                rows.append(torch.zeros_like(row[..., k]))
+            if col is not None:
+                cols.append(torch.zeros_like(col[..., k]))
+    return torch.stack(rows, -1) if rows else None, torch.stack(cols, -1) if cols else None
 
 
 def _sum_columns(share: Tensor, col: Tensor | None, rows: int) -> Tensor:
@@ -335,10 +368,8 @@ def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tens
 
 def push(state: Views, curve: Curve) -> Tensor:
     """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A."""
-    row = None if state.scale_row is None else state.scale_row.value
-    col = None if state.scale_col is None else state.scale_col.value
-    scales = patterns(row, col, curve.has_n)
-    weight = sel_forward(state.raw.value, *scales, beta=curve.beta, combine=curve.combine)
+    scales = patterns(*factors(state), curve)
+    weight = sel_forward(state.raw.value, *scales, beta=1.0, combine=curve.combine)
     if state.residual_b is not None and state.residual_a is not None:
         weight = weight + state.residual_b.value @ state.residual_a.value
     return weight

@@ -17,7 +17,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _rule
 from ._rule import KINDS, Curve, Views
-from .functional import sel_derivatives
 from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
 
 logger = logging.getLogger("seloptim")
@@ -236,16 +235,14 @@ class Shadow:
         target = p.detach().to(torch.float64).reshape(shape)
         if view.residual_b is not None and view.residual_a is not None:
             target = target - (view.residual_b.value @ view.residual_a.value).double()
-        row = view.scale_row.value if view.scale_row is not None else None
-        col = view.scale_col.value if view.scale_col is not None else None
         scales = [
-            torch.as_tensor(s, device=p.device).double().expand(shape) for s in _rule.patterns(row, col, curve.has_n)
+            torch.as_tensor(scale, device=p.device).double().expand(shape)
+            for scale in _rule.patterns(*_rule.factors(view), curve)
         ]
         mask = mask.reshape(shape)
         raw, exists = _rule.nearest_inverse(
             target[mask],
             *(s[mask] for s in scales),
-            beta=float(curve.beta),
             combine=curve.combine,
             previous=view.raw.value[mask],
         )
@@ -433,12 +430,7 @@ class Shadow:
 
     def _slope(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """d weight / d raw, elementwise, in p's shape."""
-        view, curve = self._views(p, group), self._curve(p, group)
-        row = view.scale_row.value if view.scale_row is not None else None
-        col = view.scale_col.value if view.scale_col is not None else None
-        scales = _rule.patterns(row, col, curve.has_n)
-        slope, _ = sel_derivatives(view.raw.value, *scales, beta=curve.beta, combine=curve.combine, kinds=())
-        return slope.view(p.shape)
+        return _rule.slope(self._views(p, group), self._curve(p, group)).view(p.shape)
 
 
 def learned_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:

@@ -266,7 +266,7 @@ def _inverse(
         # In the dtype of the map, so that l = beta gives a linear coefficient of exactly 1 in both directions.
         coefficients = (_times(_over(e, beta), _exp_minus(n)), _over(l, beta), _times(beta, m))
         ce, cl, bm = (
-            torch.as_tensor(v, device=weight.device).to(torch.float64).expand(weight.shape) for v in coefficients
+            torch.as_tensor(v, dtype=torch.float64, device=weight.device).expand(weight.shape) for v in coefficients
         )
         raw, has_inverse = torch.empty_like(weight), torch.empty_like(weight, dtype=torch.bool)
         # Float64 temporaries of a whole embedding are many times its size, and slow: one cache's worth at a time.
@@ -293,7 +293,7 @@ def _no_inverse_reason(
         return f"{place} is not finite"
 
     def at(v: Scale) -> Tensor:
-        return torch.as_tensor(v, device=weight.device).to(torch.float64).expand(weight.shape)
+        return torch.as_tensor(v, dtype=torch.float64, device=weight.device).expand(weight.shape)
 
     values = ", ".join(
         f"{k}={at(v)[where].item():.6g}" for k, v in zip(("beta", *KINDS), (beta, e, l, m, n), strict=True)
@@ -370,31 +370,33 @@ def _solve(
 
     positive, negative = solvable(*branch(1.0)), solvable(*branch(-1.0))
     take_negative = negative & ~positive if previous is None else negative & (~positive | (previous < 0))
-    s = torch.where(take_negative, -1.0, 1.0).to(w.dtype)
-    E, c = branch(s)
     has_inverse = (positive | negative | (w == 0)) & w.isfinite()
+    s = 1.0 - 2.0 * take_negative.to(w.dtype)
+    E, c = branch(s)
+    # Nothing to solve: a = 0 on a line. And without an exponential path (E = 0) its overflow means nothing.
+    idle = ~has_inverse | (w == 0)
+    E, c, t = E.masked_fill(idle, 0.0), c.masked_fill(idle, 1.0), t.masked_fill(idle, 0.0)
+    bm = bm.masked_fill(E == 0, 0.0)
 
     # Start where the rest of the way is monotone: above the root of a convex f, below the root of a concave one.
     k = E * bm
+    k_plus_c = k + c
     ratio = t / E
     exponential = torch.where(ratio.isinf(), t.log() - E.log(), torch.log1p(ratio)) / bm
-    tangent, asymptote = t / (k + c), (t + E) / c
+    tangent, asymptote = t / k_plus_c, (t + E) / c
     growing = torch.where(c >= 0, torch.minimum(exponential, tangent), exponential)
     bounded = torch.where(k >= 0, torch.maximum(tangent, asymptote), torch.minimum(tangent, asymptote))
     a = torch.where(bm > 0, growing, torch.where(c == 0, exponential, bounded))
-    a = torch.where((E == 0) | (bm == 0), t / c, a)
-    a = torch.where(has_inverse & (w != 0), a, 0.0)
+    a = torch.where(bm == 0, t / c, a)
     for _ in range(60):
         X = torch.expm1(bm * a)
-        # 0 * inf: without an exponential path (E = 0) its overflow means nothing.
-        X = torch.where(E == 0, 0.0, X)
-        # f(a) - t over f'(a)
-        step = (E * X + c * a - t) / (k * X + (k + c))
-        step = torch.where(a > 0, step, 0.0).nan_to_num_(0.0)
-        a = torch.where(step < a, a - step, a / 2)
-        if not bool((step.abs() > 1e-14 * a).any()):
+        # step = (f(a) - t) / f'(a)
+        step = torch.addcmul(-t, c, a).addcmul_(E, X).div_(torch.addcmul(k_plus_c, k, X)).nan_to_num_(0.0)
+        a = torch.where(step < a, a - step, 0.5 * a)
+        if not bool((step.abs_() > 1e-14 * a).any()):
             break
-    return torch.where(has_inverse, torch.where(w == 0, w, s * a), math.nan), has_inverse
+    raw = torch.where(w == 0, w, s * a)
+    return raw.masked_fill(~has_inverse, math.nan), has_inverse
 
 
 def _prepare(

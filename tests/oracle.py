@@ -33,6 +33,7 @@ def sel_unmap(
 ) -> Tensor:
     """The raw weights of `weight`, by bisection; NaN where there is none."""
     e, l, m, n = (torch.as_tensor(v, dtype=torch.float64).expand(weight.shape) for v in (e, l, m, n))
+    m = torch.where(e == 0, 0.0, m)  # 0 * exp(large) means nothing
     zero = torch.zeros_like(weight)
 
     def on_branch(s: float) -> Tensor:
@@ -42,7 +43,7 @@ def sel_unmap(
         coefficient = (l / beta) * (1.0 if combine == "mismatched" else s) * weight.sign()
         first = e * m * torch.exp(-n) * s * weight.sign() + coefficient
         # d value / d a runs monotonically from `first` to `last`.
-        last = torch.where((m > 0) & (e != 0), e * s * weight.sign() * math.inf, coefficient)
+        last = torch.where(m > 0, e * s * weight.sign() * math.inf, coefficient)
         rising = (first >= 0) & (last >= 0) & ((first > 0) | (last > 0))
         low, high = zero, zero + 1e-3
         for _ in range(60):
