@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from train_gpt import BYTES, GPT, as_bytes, windows
 
-from seloptim import SELAdam, linear_cross_entropy, param_groups
+from seloptim import SELAdam, param_groups
+from seloptim.losses import linear_cross_entropy
 
 CONTEXT, BATCH, STEPS = 64, 16, 150
 
