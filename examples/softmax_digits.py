@@ -100,7 +100,7 @@ def accuracy(w: Array, x: Array, y: Labels) -> float:
 
 
 def draw(weights: dict[str, Array], path: str) -> None:
-    """W's ten columns as images, one row for each run: what speaks for a digit in red, what speaks against it in blue."""
+    """W's ten columns as images, a row for each run: red speaks for a digit, blue against it."""
     import matplotlib
 
     matplotlib.use("Agg")
