@@ -1,0 +1,202 @@
+"""Takes many (parameter, gradient, state) and runs the stages of _rule over them: one by one, or in stacks.
+
+No arithmetic of its own. On a CPU the stages run over blocks of rows whose temporaries stay in cache: at 1024 x 1024 that
+is 2.5 times faster than over whole matrices, whose temporaries are fetched from memory and mapped anew at each operation.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import _rule
+from ._rule import Curve, Hyper, Pulled, Slot, Views
+
+BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32 a temporary
+STACK_BYTES = 64 << 20  # on an accelerator; on a CPU a stack is one block, since a larger one only adds copies
+
+
+class Item(NamedTuple):
+    """One parameter's part of a step."""
+
+    param: Tensor
+    grad: Tensor
+    state: Views
+    curve: Curve
+    step: float  # counts this step
+    slope: float  # what lr is divided by for raw
+    rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen
+
+
+def run(items: Sequence[Item], hyper: Hyper, *, batched: bool) -> None:
+    """One step of every item: state and parameter are written in place, gradients are only read."""
+    if batched:
+        _run_batched(items, hyper)
+    else:
+        _run_single(items, hyper)
+
+
+def _run_single(items: Sequence[Item], hyper: Hyper) -> None:
+    for item in items:
+        shape = item.state.raw.value.shape
+        param = item.param.detach()
+        weight = param.reshape(shape)  # a view where the layout allows one
+        lr = hyper.lr / item.slope
+        _step(weight, item.grad.detach().reshape(shape), item.state, item.curve, hyper, item.step, lr, item.rates)
+        if weight.data_ptr() != param.data_ptr() and param.numel():
+            param.copy_(weight.reshape(param.shape))
+
+
+def _run_batched(items: Sequence[Item], hyper: Hyper) -> None:
+    alike: dict[tuple, list[Item]] = defaultdict(list)
+    for item in items:
+        shapes = tuple(None if slot is None else slot.value.shape for slot in item.state)
+        raw = item.state.raw.value
+        key = (shapes, raw.dtype, raw.device, item.param.dtype, item.step, item.curve._replace(beta=0.0))
+        alike[key].append(item)
+    for members in alike.values():
+        raw = members[0].state.raw.value
+        limit = STACK_BYTES if raw.device.type != "cpu" else BLOCK_ELEMENTS * raw.element_size()
+        size = max(1, limit // max(1, raw.numel() * raw.element_size()))
+        if size == 1:
+            _run_single(members, hyper)
+            continue
+        for start in range(0, len(members), size):
+            _run_stack(members[start : start + size], hyper)
+
+
+def _run_stack(items: Sequence[Item], hyper: Hyper) -> None:
+    first = items[0]
+    batch, rows, cols = first.state.raw.value.shape
+    raw = first.state.raw.value
+
+    def along_batch(numbers: list[float]) -> Tensor:
+        return torch.tensor(numbers, dtype=raw.dtype, device=raw.device).repeat_interleave(batch).view(-1, 1, 1)
+
+    weight = torch.cat([item.param.detach().reshape(batch, rows, cols) for item in items])
+    grad = torch.cat([item.grad.detach().reshape(batch, rows, cols) for item in items])
+    state = Views(*(_stack_slot([item.state[i] for item in items]) for i in range(len(first.state))))  # type: ignore[arg-type]
+    curve = first.curve._replace(beta=along_batch([float(item.curve.beta) for item in items]))
+    slopes = [item.slope for item in items]
+    lr = hyper.lr / (slopes[0] if len(set(slopes)) == 1 else along_batch(slopes))
+    if isinstance(hyper.lr, Tensor) or hyper.lr != 0:
+        _step(weight, grad, state, curve, hyper, first.step, lr, first.rates)
+        params = [item.param.detach() for item in items]
+        parts = weight.split(batch)
+        torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
+            params, [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
+        )
+    else:
+        _step(weight, grad, state, curve, hyper, first.step, 0.0, first.rates)
+    for i, stacked in enumerate(state):
+        for j, tensor in enumerate(stacked or ()):
+            if tensor is not None:
+                torch._foreach_copy_([item.state[i][j] for item in items], list(tensor.split(batch)))  # type: ignore[index]
+
+
+def _stack_slot(slots: Sequence[Slot | None]) -> Slot | None:
+    if slots[0] is None:
+        return None
+    return Slot(*(None if parts[0] is None else torch.cat(parts) for parts in zip(*slots, strict=True)))  # type: ignore[misc,arg-type]
+
+
+def _step(
+    weight: Tensor,
+    grad: Tensor,
+    state: Views,
+    curve: Curve,
+    hyper: Hyper,
+    step: float,
+    lr: float | Tensor,
+    rates: Tensor,
+) -> None:
+    """The four stages over one batch of matrices (batch, rows, cols), block by block."""
+    blocks = list(_blocks(state.raw.value))
+    decay = hyper.weight_decay if hyper.decoupled else 0.0
+    pulled: list[tuple[tuple[slice, slice], Pulled]] = []
+    for block in blocks:
+        part, part_curve = _cut(state, curve, block)
+        found = _rule.pull(_gradient(grad[block], weight[block], part.raw.value.dtype, hyper), part, part_curve)
+        _rule.update(part.raw, found.raw, hyper, step, _cut_rate(lr, block), decay)
+        pulled.append((block, found._replace(raw=weight)))  # raw's gradient is spent: let its memory go
+    for name in _rule.VALUES[1:]:
+        slot: Slot | None = getattr(state, name)
+        if slot is None:
+            continue
+        scale = name.startswith("scale")
+        if scale and not curve.learned:
+            continue
+        total = _gather(slot.value, [(block, getattr(found, name)) for block, found in pulled], name)
+        own_lr = hyper.lr * rates if scale else hyper.lr
+        if not isinstance(hyper.lr, Tensor) and hyper.lr == 0:
+            own_lr = 0.0
+        _rule.update(slot, total, hyper, step, own_lr)
+    if not isinstance(hyper.lr, Tensor) and hyper.lr == 0:
+        return
+    for block in blocks:
+        part, part_curve = _cut(state, curve, block)
+        moved = _rule.push(part, part_curve)
+        if isinstance(hyper.lr, Tensor):
+            moved = torch.where(hyper.lr == 0, weight[block], moved.to(weight.dtype))
+        weight[block].copy_(moved)
+
+
+def _gradient(grad: Tensor, weight: Tensor, dtype: torch.dtype, hyper: Hyper) -> Tensor:
+    """The weight's gradient as torch.optim.Adam would see it, in the state's dtype."""
+    grad = grad.to(dtype)
+    if hyper.maximize:
+        grad = -grad
+    if hyper.weight_decay and not hyper.decoupled:
+        grad = grad.add(weight.to(dtype), alpha=hyper.weight_decay)
+    return grad
+
+
+def _blocks(raw: Tensor) -> Iterator[tuple[slice, slice]]:
+    """(batch slice, row slice) of the pieces that a step is cut into: everything at once on an accelerator."""
+    batch, rows, cols = raw.shape
+    if raw.device.type != "cpu" or raw.numel() <= BLOCK_ELEMENTS:
+        yield slice(0, batch), slice(0, rows)
+    elif rows * cols <= BLOCK_ELEMENTS:
+        size = BLOCK_ELEMENTS // (rows * cols)
+        for start in range(0, batch, size):
+            yield slice(start, min(start + size, batch)), slice(0, rows)
+    else:
+        size = max(1, BLOCK_ELEMENTS // cols)
+        for b in range(batch):
+            for start in range(0, rows, size):
+                yield slice(b, b + 1), slice(start, min(start + size, rows))
+
+
+def _cut(state: Views, curve: Curve, block: tuple[slice, slice]) -> tuple[Views, Curve]:
+    """The part of state and curve that belongs to a block; factors that are one number serve every row."""
+
+    def cut(slot: Slot | None, by_row: bool) -> Slot | None:
+        if slot is None:
+            return None
+        whole = not by_row or slot.value.shape[-2] == 1
+        index: Callable[[Tensor], Tensor] = lambda t: t[block[0]] if whole else t[block]  # noqa: E731
+        return Slot(*(None if t is None else index(t) for t in slot))  # type: ignore[arg-type]
+
+    slots = (
+        cut(slot, name not in ("scale_col", "residual_a")) for name, slot in zip(Views._fields, state, strict=True)
+    )
+    part = Views(*slots)  # type: ignore[arg-type]
+    return part, curve._replace(beta=_cut_rate(curve.beta, block))
+
+
+def _cut_rate(rate: float | Tensor, block: tuple[slice, slice]) -> float | Tensor:
+    return rate[block[0]] if isinstance(rate, Tensor) and rate.dim() == 3 else rate
+
+
+def _gather(like: Tensor, parts: list[tuple[tuple[slice, slice], Tensor]], name: str) -> Tensor:
+    """The whole gradient of a factor from those of the blocks, added in their order, so that runs repeat bit for bit."""
+    if len(parts) == 1:
+        return parts[0][1]
+    total = torch.zeros_like(like)
+    by_row = name in ("scale_row", "residual_b") and like.shape[-2] != 1
+    for (batch, rows), part in parts:
+        target = total[batch, rows] if by_row else total[batch]
+        target.add_(part)
+    return total

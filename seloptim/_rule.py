@@ -1,0 +1,375 @@
+"""The state of one curved parameter, and its step as four stages: pull, (reduce), update, push.
+
+A parameter is seen as a batch of matrices (batch, rows, cols); a lone matrix is a batch of one, a vector of n entries has
+n rows and one column. A stage reads and writes only the tensors that it is handed, so that an executor may hand it one
+parameter, a stack of equal ones, or a block of rows that fits the cache.
+
+Source: arXiv:2607.09967, sections on the map and its scales; the Adam arithmetic follows torch.optim.Adam operation by
+operation, so that the degenerate map (weight = raw) reproduces it bit for bit.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .functional import KINDS, _inverse, _no_inverse_reason, _over, sel_derivatives, sel_forward
+
+STRUCTURES = ("row_col", "row", "col", "scalar", "none")
+VALUES = ("raw", "scale_row", "scale_col", "residual_b", "residual_a")
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+
+
+class Slot(NamedTuple):
+    """One trained tensor and its Adam moments, all of one shape."""
+
+    value: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    max_exp_avg_sq: Tensor | None  # only under amsgrad
+
+
+class Views(NamedTuple):
+    """The state of a batch of matrices, as the stages see it."""
+
+    raw: Slot  # (batch, rows, cols)
+    scale_row: Slot | None  # (batch, rows or 1, kinds)
+    scale_col: Slot | None  # (batch, cols, kinds)
+    residual_b: Slot | None  # (batch, rows, rank)
+    residual_a: Slot | None  # (batch, rank, cols)
+
+
+class Curve(NamedTuple):
+    """What the map of a parameter is, beside its state."""
+
+    beta: float | Tensor  # (batch, 1, 1) in a stack
+    combine: str
+    learned: tuple[str, ...]  # the kinds of scale that train
+    has_n: bool  # False promises n == 0 everywhere, which saves an exponential
+
+
+class Hyper(NamedTuple):
+    """What torch.optim.Adam calls its hyperparameters, read from the group at this step."""
+
+    lr: float | Tensor
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    amsgrad: bool
+    maximize: bool
+
+
+class Pulled(NamedTuple):
+    """Gradients with respect to the state; factor gradients have the packed shape of their factor."""
+
+    raw: Tensor
+    scale_row: Tensor | None
+    scale_col: Tensor | None
+    residual_b: Tensor | None
+    residual_a: Tensor | None
+
+
+# ---------------------------------------------------------------------------------------------------------- the state
+
+
+def matrix_shape(shape: torch.Size | tuple[int, ...], batch_dims: int) -> tuple[int, int, int]:
+    """(batch, rows, cols) of a parameter: rows = shape[batch_dims], cols = everything behind it."""
+    batch, rest = shape[:batch_dims], shape[batch_dims:]
+    return math.prod(batch), (rest[0] if rest else 1), math.prod(rest[1:])
+
+
+def state_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64 parameters, float32 for all others."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def create_state(
+    weight: Tensor,
+    *,
+    beta: float,
+    combine: str,
+    structure: str,
+    batch_dims: int,
+    scale_init: Mapping[str, float],  # kind -> number, in the order of KINDS
+    residual_rank: int,
+    amsgrad: bool,
+    seed: int,
+) -> dict[str, Tensor | float]:
+    """The state of a parameter whose value is `weight`: raw = inverse(weight), scales at their start, moments zero.
+
+    Raises ValueError where a weight is not finite or has no inverse; the caller knows the parameter's name.
+    """
+    if not bool(torch.isfinite(weight).all()):
+        raise ValueError("non-finite weights; initialise or repair them before the first step")
+    dtype = state_dtype(weight.dtype)
+    _, rows, cols = matrix_shape(weight.shape, batch_dims)
+    lead = tuple(weight.shape[:batch_dims])
+    start = torch.tensor([scale_init[kind] for kind in KINDS], dtype=dtype, device=weight.device)
+    state: dict[str, Tensor | float] = {"step": torch.tensor(0.0)}
+
+    vector = weight.dim() - batch_dims < 2
+    if structure in ("scalar", "none"):
+        state["scale_row"] = start.expand(*lead, 1, len(KINDS)).clone()
+    elif vector or structure == "row":
+        state["scale_row"] = start.expand(*lead, rows, len(KINDS)).clone()
+    elif structure == "col":
+        state["scale_col"] = start.expand(*lead, cols, len(KINDS)).clone()
+    else:
+        state["scale_row"] = start.expand(*lead, rows, len(KINDS)).clone()
+        state["scale_col"] = torch.ones((*lead, cols, len(KINDS)), dtype=dtype, device=weight.device)
+    if residual_rank:
+        # A private generator: creating an optimizer must not move the user's random numbers.
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.randn((*lead, residual_rank, cols), generator=generator, dtype=torch.float64) / math.sqrt(
+            cols or 1
+        )
+        state["residual_b"] = torch.zeros((*lead, rows, residual_rank), dtype=dtype, device=weight.device)
+        state["residual_a"] = noise.to(dtype=dtype, device=weight.device)
+
+    state["raw"] = inverse(weight, scale_init, beta=beta, combine=combine)
+    for name in VALUES:
+        if name in state:
+            for moment in MOMENTS if amsgrad else MOMENTS[:2]:
+                key = moment_key(name, moment)
+                state[key] = torch.zeros_like(state[name])  # type: ignore[arg-type]
+    state["beta"] = beta
+    slope, _ = sel_derivatives(state["raw"], *scale_init.values(), beta=beta, combine=combine, kinds=())
+    mean_slope = float(slope.abs().mean(dtype=torch.float64)) if weight.numel() else 1.0
+    state["mean_slope"] = mean_slope if mean_slope > 0 else 1.0
+    return state
+
+
+def inverse(
+    weight: Tensor,
+    scales: Mapping[str, float] | Mapping[str, Tensor],
+    *,
+    beta: float,
+    combine: str,
+    previous: Tensor | None = None,
+) -> Tensor:
+    """raw in the state's dtype, contiguous and never an alias of `weight`; ValueError where there is none."""
+    wide = weight.detach().to(torch.float64)
+    raw, exists = _inverse(wide, *(scales[kind] for kind in KINDS), beta=beta, combine=combine, previous=previous)
+    if not bool(exists.all()):
+        raise ValueError(
+            _no_inverse_reason(wide, exists, *(scales[kind] for kind in KINDS), beta=beta, combine=combine)
+        )
+    return raw.to(state_dtype(weight.dtype)).contiguous()
+
+
+def nearest_inverse(
+    weight: Tensor,
+    *scales: Tensor,  # as patterns() has them, for a curvature of 1
+    combine: str,
+    previous: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(raw, reached): the inverse where there is one, else the raw whose weight is nearest; 1-D, float64.
+
+    On a branch a = |raw| the weight is f(a) = E*expm1(b*a) + c*a towards the target t = |weight|. Where its two parts pull in
+    opposite directions f has one stationary point; the target lies behind it (E > 0) or at most as high as it (E < 0).
+    """
+    raw, reached = _inverse(weight, *scales, beta=1.0, combine=combine, previous=previous)
+    lost = ~reached
+    if not bool(lost.any()):
+        return raw, reached
+    e, l, m, n = (scale[lost] for scale in scales)
+    w = weight[lost]
+    best, best_error = torch.zeros_like(w), w.abs()
+    for branch in (1.0, -1.0):
+        toward = branch * w.sign()
+        E, b = toward * e * torch.exp(-n), m
+        c = (w.sign() if combine == "mismatched" else toward) * l
+        turn = torch.nan_to_num(torch.log(-c / (E * b)) / b, 0.0, 0.0, 0.0).clamp_min(0.0)
+        low = torch.where(E > 0, turn, 0.0)
+        high = torch.where(E > 0, turn + (torch.log1p((w.abs() + c.abs()) / E.abs()) + 60.0) / b.abs(), turn)
+        for _ in range(200):
+            middle = (low + high) / 2
+            below = E * torch.expm1(b * middle) + c * middle < w.abs()
+            low, high = torch.where(below, middle, low), torch.where(below, high, middle)
+        error = (E * torch.expm1(b * low) + c * low - w.abs()).abs()
+        better = error < best_error
+        best, best_error = torch.where(better, branch * low, best), torch.where(better, error, best_error)
+    raw[lost] = best
+    reached[lost] = best_error <= 1e-9 * w.abs()
+    return raw, reached
+
+
+def moment_key(name: str, moment: str) -> str:
+    """raw's moments carry Adam's own names; the others carry their owner's name in front."""
+    return moment if name == "raw" else f"{name}_{moment}"
+
+
+def views(state: Mapping[str, Tensor | float], batch_dims: int, amsgrad: bool) -> Views:
+    """The tensors of `state` as a batch of matrices, without a copy."""
+    batch, rows, cols = matrix_shape(state["raw"].shape, batch_dims)  # type: ignore[union-attr]
+
+    def slot(name: str) -> Slot | None:
+        if name not in state:
+            return None
+        moments = MOMENTS if amsgrad else MOMENTS[:2]
+        tensors = [state[name], *(state[moment_key(name, moment)] for moment in moments)]
+        shape = (batch, rows, cols) if name == "raw" else (batch, *tensors[0].shape[-2:])  # type: ignore[union-attr]
+        flat = [tensor.view(shape) for tensor in tensors]  # type: ignore[union-attr]
+        return Slot(flat[0], flat[1], flat[2], flat[3] if amsgrad else None)
+
+    raw = slot("raw")
+    assert raw is not None
+    return Views(raw, slot("scale_row"), slot("scale_col"), slot("residual_b"), slot("residual_a"))
+
+
+# --------------------------------------------------------------------------------------------------------- the stages
+
+
+def patterns(row: Tensor | None, col: Tensor | None, curve: Curve) -> list[Tensor | float]:
+    """(e/beta, l/beta, beta*m, n), broadcastable to (batch, rows, cols): the map's scales for a curvature of 1.
+
+    scale[i, j] = row[i] * col[j], a missing factor being 1. beta goes into the factors, which are small.
+    """
+    first, second = (row, col) if row is not None else (col, None)
+    assert first is not None
+    firsts, seconds = by_kind(first), by_kind(second)
+    beta = curve.beta.squeeze(-1) if isinstance(curve.beta, Tensor) else curve.beta
+    found: list[Tensor | float] = []
+    for k, kind in enumerate(KINDS):
+        if kind == "n" and not curve.has_n:
+            found.append(0.0)
+            continue
+        scale = firsts[k]
+        if kind in ("e", "l"):
+            over = _over(scale, beta)
+            assert isinstance(over, Tensor)
+            scale = over
+        elif kind == "m":
+            scale = scale * beta
+        scale = scale.unsqueeze(-1 if row is not None else -2)
+        found.append(scale if second is None else scale * seconds[k].unsqueeze(-2))
+    return found
+
+
+def by_kind(factor: Tensor | None) -> tuple[Tensor, ...]:
+    """A packed factor (batch, length, kinds) as one contiguous (batch, length) a kind.
+
+    The packing has a stride of four numbers; a product with such a vector falls off the processor's vector path.
+    """
+    return () if factor is None else factor.permute(2, 0, 1).contiguous().unbind()
+
+
+def factors(state: Views) -> tuple[Tensor | None, Tensor | None]:
+    """The row and the column factors of the scales, (batch, rows or 1, kinds) and (batch, cols, kinds)."""
+    return (
+        None if state.scale_row is None else state.scale_row.value,
+        None if state.scale_col is None else state.scale_col.value,
+    )
+
+
+def slope(state: Views, curve: Curve) -> Tensor:
+    """d weight / d raw, (batch, rows, cols)."""
+    scales = patterns(*factors(state), curve)
+    return sel_derivatives(state.raw.value, *scales, beta=1.0, combine=curve.combine, kinds=())[0]
+
+
+def pull(grad: Tensor, state: Views, curve: Curve) -> Pulled:
+    """Gradients of the state from the gradient of the weight, at the old raw and the old scales.
+
+    grad_raw = grad * slope;  grad_row[i] = sum_j grad[i,j] * derivative[i,j] * col[j], and the other way round.
+    """
+    row, col = factors(state)
+    slopes, derivatives = sel_derivatives(
+        state.raw.value, *patterns(row, col, curve), beta=1.0, combine=curve.combine, kinds=curve.learned
+    )
+    grad_row, grad_col = _pull_factors(grad, row, col, derivatives, curve)
+    # One NaN or inf would spread over its whole row and column through the sums; its own weight meets it in grad * slope.
+    # On an accelerator a look at the sums would make the host wait.
+    sums = [found for found in (grad_row, grad_col) if found is not None]
+    if curve.learned and not (grad.device.type == "cpu" and all(bool(found.isfinite().all()) for found in sums)):
+        grad_row, grad_col = _pull_factors(torch.nan_to_num(grad, 0.0, 0.0, 0.0), row, col, derivatives, curve)
+    grad_b = grad_a = None
+    if state.residual_b is not None and state.residual_a is not None:
+        grad_b = grad @ state.residual_a.value.mT
+        grad_a = state.residual_b.value.mT @ grad
+    return Pulled(grad * slopes, grad_row, grad_col, grad_b, grad_a)
+
+
+def _pull_factors(
+    grad: Tensor, row: Tensor | None, col: Tensor | None, derivatives: Mapping[str, Tensor], curve: Curve
+) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the packed factors; `derivatives` are those for a curvature of 1, as patterns() has it."""
+    beta = curve.beta.squeeze(-1) if isinstance(curve.beta, Tensor) else curve.beta
+    units: dict[str, float | Tensor] = {"e": 1 / beta, "l": 1 / beta, "m": beta, "n": 1.0}
+    row_kinds, col_kinds = by_kind(row), by_kind(col)
+    rows: list[Tensor] = []
+    cols: list[Tensor] = []
+    for k, kind in enumerate(KINDS):
+        if kind in curve.learned:
+            share = grad * derivatives[kind]
+            if row is not None:
+                rows.append(_sum_columns(share, None if col is None else col_kinds[k], row.shape[-2]) * units[kind])
+            if col is not None:
+                cols.append(_sum_rows(share, None if row is None else row_kinds[k]) * units[kind])
+        else:
+            if row is not None:
+                rows.append(torch.zeros_like(row[..., k]))
+            if col is not None:
+                cols.append(torch.zeros_like(col[..., k]))
+    return torch.stack(rows, -1) if rows else None, torch.stack(cols, -1) if cols else None
+
+
+def _sum_columns(share: Tensor, col: Tensor | None, rows: int) -> Tensor:
+    """sum_j share[:, i, j] * col[:, j], to (batch, rows); rows = 1 for a factor that is one number."""
+    if col is None:
+        summed = share.sum(-1)
+    elif share.shape[0] == 1:
+        summed = torch.mv(share[0], col[0]).unsqueeze(0)
+    else:
+        summed = torch.bmm(share, col.unsqueeze(-1)).squeeze(-1)
+    return summed if summed.shape[-1] == rows else summed.sum(-1, keepdim=True)
+
+
+def _sum_rows(share: Tensor, row: Tensor | None) -> Tensor:
+    """sum_i share[:, i, j] * row[:, i], to (batch, cols)."""
+    if row is None:
+        return share.sum(-2)
+    if share.shape[0] == 1:
+        return torch.mv(share[0].T, row[0]).unsqueeze(0)
+    return torch.bmm(row.unsqueeze(-2), share).squeeze(-2)
+
+
+def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tensor, decay: float = 0.0) -> None:
+    """Adam on one slot, in place, in torch.optim.Adam's order of operations.
+
+    `step` counts this one. `lr` is a number, or a tensor that broadcasts (a device tensor, one rate a kind of scale, one a
+    matrix of a stack); where it is 0 the value keeps every bit, the moments move.
+    """
+    value, exp_avg, exp_avg_sq, max_exp_avg_sq = slot
+    exp_avg.lerp_(grad, 1 - hyper.beta1)
+    exp_avg_sq.mul_(hyper.beta2).addcmul_(grad, grad, value=1 - hyper.beta2)
+    if max_exp_avg_sq is not None:
+        torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
+        exp_avg_sq = max_exp_avg_sq
+    if not isinstance(lr, Tensor) and lr == 0:
+        return
+    bias_correction1 = 1 - hyper.beta1**step
+    bias_correction2_sqrt = (1 - hyper.beta2**step) ** 0.5
+    step_size = lr / bias_correction1
+    denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(hyper.eps)
+    if not isinstance(step_size, Tensor):
+        if decay:
+            value.mul_(1 - hyper.lr * decay)
+        value.addcdiv_(exp_avg, denom, value=-step_size)
+        return
+    decayed = value * (1 - hyper.lr * decay) if decay else value
+    moved = decayed + (exp_avg * -step_size).div_(denom)
+    value.copy_(torch.where(step_size == 0, value, moved))
+
+
+def push(state: Views, curve: Curve) -> Tensor:
+    """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A."""
+    scales = patterns(*factors(state), curve)
+    weight = sel_forward(state.raw.value, *scales, beta=1.0, combine=curve.combine)
+    if state.residual_b is not None and state.residual_a is not None:
+        weight = weight + state.residual_b.value @ state.residual_a.value
+    return weight

@@ -1,0 +1,455 @@
+"""The raw weights and scales behind ordinary parameters: their creation, what users read of them, edits from outside.
+
+A mixin beside torch.optim.Optimizer. It owns the answer to one question: is p still the map of raw? `_seen` remembers, for
+each parameter, the version, storage and device that the last write left; where they differ, or nothing is remembered, the
+values decide.
+"""
+
+import logging
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from . import _rule
+from ._rule import KINDS, Curve, Views
+from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
+
+logger = logging.getLogger("seloptim")
+
+DEFAULT_SCALE_LR: dict[str, Any] = {
+    "e": (8.0, 1.3),
+    "l": (8.0, 1.3),
+    "m": (0.01, 0.5),
+    "n": None,
+}
+PAPER_SCALE_LR: dict[str, Any] = {
+    "e": (50.0, 8.0),
+    "l": (50.0, 8.0),
+    "m": (0.01, 0.5),
+    "n": None,
+}
+
+ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
+
+
+class _Seen(NamedTuple):
+    """What a parameter looked like after our last look at its values."""
+
+    version: int
+    storage: StorageWeakRef  # weak, so that a freed storage's address cannot come back under another tensor
+    offset: int | torch.SymInt
+    device: torch.device
+    dtype: torch.dtype
+    has_n: bool
+
+
+class Shadow:
+    """Raw weights and scales behind parameters; mixed into an Optimizer."""
+
+    param_groups: list[dict[str, Any]]
+    state: Any
+    _seen: dict[Tensor, _Seen]
+    _warned: set[str]
+
+    # ------------------------------------------------------------------------------------------------------- who is who
+
+    def _members(self) -> Iterator[tuple[dict[str, Any], int, Tensor, str]]:
+        """(group, position in it, parameter, name) for every parameter."""
+        for g, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                yield group, i, p, names[i] if names else f"{g}.{i}"
+
+    def _find(self, p: Tensor) -> tuple[dict[str, Any], int, str]:
+        for group, i, member, name in self._members():
+            if member is p:
+                return group, i, name
+        raise KeyError(
+            "this tensor is not a parameter of the optimizer; pass one of its parameters itself, not a view or a copy"
+        )
+
+    def _is_curved(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> bool:
+        """Whether p is curved; once its state exists, the state is the answer."""
+        state = self.state.get(p)
+        if state and "from_adam" not in state:
+            return "raw" in state
+        choice = group["curved"]
+        if isinstance(choice, list):
+            choice = choice[i]
+        if choice in ("none", False) or not p.is_floating_point():
+            return False
+        if choice != "matrices":
+            return True
+        if p.dim() < 2:
+            return False
+        if p.is_meta:
+            return True
+        rms = _rms(p)
+        if rms > LARGEST_CURVED_RMS:
+            self._log_once(
+                f"{name}: not curved, its rms {rms:.3g} is above {LARGEST_CURVED_RMS}; curved=True in its group curves it"
+            )
+            return False
+        return True
+
+    def _log_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            logger.warning(message)
+
+    # -------------------------------------------------------------------------------------------------------- the state
+
+    def _resolve_beta(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> float:
+        choice = group["beta"]
+        if isinstance(choice, list):
+            choice = choice[i]
+        if isinstance(choice, str):
+            # "width" looks at the shape of one matrix of a stack, "auto" at the values of all.
+            slice_of = p.detach() if choice == "auto" else torch.empty(p.shape[group["batch_dims"] :], device="meta")
+            try:
+                return calibrate_beta(slice_of, choice)
+            except ValueError as error:
+                raise ValueError(f"parameter {name}: {error}") from error
+        return float(choice)
+
+    def _scale_init(self, group: dict[str, Any], beta: float) -> dict[str, float]:
+        given = {"e": 1.0, "l": 1.0, "m": 1.0, "n": 0.0, **(group["scale_init"] or {})}
+        return {kind: beta if given[kind] == "beta" else float(given[kind]) for kind in KINDS}
+
+    def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
+        """State for a curved parameter from its present value; ValueError with its name where that cannot be."""
+        beta = self._resolve_beta(group, i, p, name)
+        try:
+            state = _rule.create_state(
+                p.detach(),
+                beta=beta,
+                combine=group["combine"],
+                structure=group["structure"],
+                batch_dims=group["batch_dims"],
+                scale_init=self._scale_init(group, beta),
+                residual_rank=group["residual_rank"],
+                amsgrad=group["amsgrad"],
+                seed=next(k for k, (_, _, q, _) in enumerate(self._members()) if q is p),
+            )
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from error
+        self.state[p] = state
+        self._remember(p)
+        lr = float(group["lr"])
+        if lr * beta > 0.5:
+            warnings.warn(
+                f"lr * beta = {lr:g} * {beta:g} = {lr * beta:.3g} for parameter {name}: one step could multiply a weight by more "
+                f"than e^0.5; lower lr below {0.5 / beta:.3g}",
+                stacklevel=2,
+            )
+
+    def _ensure(self, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
+        """(group, state) of a curved parameter, for the accessors."""
+        group, i, name = self._find(p)
+        if not self._is_curved(group, i, p, name):
+            raise KeyError(f"parameter {name} is not curved; named_curved() lists those that are")
+        if p.is_meta:
+            raise ValueError(f"parameter {name} is on the meta device and has no values yet")
+        if not self._has_raw(p):
+            self._create(group, i, p, name)
+        return group, self.state[p]
+
+    def _has_raw(self, p: Tensor) -> bool:
+        return "raw" in self.state.get(p, {})
+
+    def _ensure_all(self) -> None:
+        for group, i, p, name in self._members():
+            if p.requires_grad and not p.is_meta and not self._has_raw(p) and self._is_curved(group, i, p, name):
+                self._create(group, i, p, name)
+
+    def _views(self, p: Tensor, group: dict[str, Any]) -> Views:
+        state = self.state[p]
+        if group["amsgrad"]:
+            for name in _rule.VALUES:
+                if name in state:  # amsgrad may be switched on in a group during training
+                    key = _rule.moment_key(name, "max_exp_avg_sq")
+                    if key not in state:
+                        state[key] = torch.zeros_like(state[name])
+        return _rule.views(state, group["batch_dims"], group["amsgrad"])
+
+    def _curve(self, p: Tensor, group: dict[str, Any]) -> Curve:
+        learned = learned_kinds(group)
+        return Curve(self.state[p]["beta"], group["combine"], learned, "n" in learned or self._seen[p].has_n)
+
+    def _remember(self, p: Tensor) -> None:
+        """p is the map of its raw now."""
+        known = self._seen.get(p)
+        has_n = known.has_n if known else self._any_n(self.state[p])
+        storage = known.storage if known and _same_storage(known, p) else StorageWeakRef(p.untyped_storage())
+        self._seen[p] = _Seen(p._version, storage, p.storage_offset(), p.device, p.dtype, has_n)
+
+    @staticmethod
+    def _any_n(state: dict[str, Any]) -> bool:
+        first = state["scale_row"] if "scale_row" in state else state["scale_col"]
+        return bool((first[..., KINDS.index("n")] != 0).any())
+
+    # ------------------------------------------------------------------------------------------------ edits from outside
+
+    def _check_edit(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
+        """Take an edit of p from outside into raw before the step reads it."""
+        seen = self._seen.get(p)
+        untouched = (
+            seen is not None
+            and group["check_edits"] == "tracked"
+            and seen.version == p._version
+            and seen.device == p.device
+            and seen.dtype == p.dtype
+            and _same_storage(seen, p)
+        )
+        if not untouched:
+            self._take(group, i, p, name)
+
+    def _take(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
+        """raw <- inverse(p) at the elements where p differs from map(raw); the other elements keep their bits."""
+        state = self.state[p]
+        self._seen.pop(p, None)
+        self._remember(p)
+        if state["raw"].dtype != _rule.state_dtype(p.dtype) or state["raw"].device != p.device:
+            for key, value in state.items():
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.to(device=p.device, dtype=_rule.state_dtype(p.dtype))
+        view = self._views(p, group)
+        curve = self._curve(p, group)
+        differs = differing(p.detach(), _rule.push(view, curve).view(p.shape))
+        if not bool(differs.any()):
+            return
+        if float(state["step"]) == 0:
+            self._create(group, i, p, name)
+            return
+        if not bool(torch.isfinite(p.detach()).all()):
+            raise ValueError(f"parameter {name} was edited and has non-finite weights; repair it before the next step")
+        self._invert_at(differs, p, state, view, curve, name)
+
+    def _invert_at(self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str) -> None:
+        shape = view.raw.value.shape
+        target = p.detach().to(torch.float64).reshape(shape)
+        if view.residual_b is not None and view.residual_a is not None:
+            target = target - (view.residual_b.value @ view.residual_a.value).double()
+        scales = [
+            torch.as_tensor(scale, device=p.device).double().expand(shape)
+            for scale in _rule.patterns(*_rule.factors(view), curve)
+        ]
+        mask = mask.reshape(shape)
+        raw, exists = _rule.nearest_inverse(
+            target[mask],
+            *(s[mask] for s in scales),
+            combine=curve.combine,
+            previous=view.raw.value[mask],
+        )
+        lost = int((~exists).sum())
+        if 2 * lost > p.numel():
+            self._restart_scales(p, state, target, curve, name)
+            return
+        view.raw.value[mask] = raw.to(view.raw.value.dtype)
+        if lost:
+            warnings.warn(
+                f"parameter {name}: {lost} edited weights are out of reach of its map and got the nearest weight within reach; "
+                f"reset it with fresh state, or use combine='congruent' with positive scales, if they must be exact",
+                stacklevel=3,
+            )
+
+    def _restart_scales(self, p: Tensor, state: dict[str, Any], target: Tensor, curve: Curve, name: str) -> None:
+        warnings.warn(
+            f"parameter {name}: most of its edited weights are out of reach of its trained scales; the scales and their moments "
+            f"went back to their start",
+            stacklevel=4,
+        )
+        group, _, _ = self._find(p)
+        start = self._scale_init(group, float(curve.beta))
+        first = "scale_row" if "scale_row" in state else "scale_col"
+        for factor in ("scale_row", "scale_col"):
+            if factor in state:
+                state[factor].fill_(1.0)
+                for moment in _rule.MOMENTS:
+                    if (key := _rule.moment_key(factor, moment)) in state:
+                        state[key].zero_()
+        state[first].copy_(torch.tensor([start[kind] for kind in KINDS], dtype=state[first].dtype))
+        try:
+            raw = _rule.inverse(target, start, beta=float(curve.beta), combine=curve.combine)
+        except ValueError as error:
+            raise ValueError(f"parameter {name}: {error}") from error
+        state["raw"].copy_(raw.view_as(state["raw"]))
+        self._seen.pop(p, None)
+        self._remember(p)
+
+    @torch.no_grad()
+    def resync(self, params: Iterable[Tensor] | None = None) -> None:
+        """Take parameters as they are now: raw is recomputed where p differs from map(raw).
+
+        Called by itself when an edit is seen (`check_edits`); call it after edits that cannot be seen, such as
+        `p.data.mul_(0.5)`. Moments are kept; while a parameter has taken no step its state is made anew, beta included.
+
+        Args:
+            params: parameters to look at; None (default) means every curved one that has state.
+
+        Raises:
+            KeyError: a tensor that is no curved parameter of this optimizer. ValueError: non-finite weights, by name.
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> p = torch.nn.Parameter(torch.full((2, 2), 0.1))
+            >>> optimizer = SELAdam([p])
+            >>> raw = optimizer.raw(p).clone()
+            >>> _ = p.data.mul_(2)
+            >>> optimizer.resync()
+            >>> bool((optimizer.raw(p) > raw).all())
+            True
+        """
+        if params is None:
+            chosen = {id(p) for p in self.state if isinstance(p, Tensor) and "raw" in self.state[p]}
+        else:
+            chosen = set()
+            for p in [params] if isinstance(params, Tensor) else params:
+                self._ensure(p)
+                chosen.add(id(p))
+        for group, i, p, name in self._members():
+            if id(p) in chosen:
+                self._take(group, i, p, name)
+
+    # -------------------------------------------------------------------------------------------------- what users read
+
+    @torch.no_grad()
+    def raw(self, p: Tensor) -> Tensor:
+        """The raw weights behind `p`, of p's shape, in the state's dtype: the live state, not a copy.
+
+        Raises:
+            KeyError: p is not a curved parameter of this optimizer. ValueError: p has no values, or none with an inverse.
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> p = torch.nn.Parameter(torch.tensor([[0.0, 0.1]]))
+            >>> SELAdam([p], beta=12.5, combine="congruent").raw(p)
+            tensor([[0.0000, 0.0626]])
+        """
+        return self._ensure(p)[1]["raw"]
+
+    @torch.no_grad()
+    def scales(self, p: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """kind -> (row, col), each shaped to broadcast to `p`: scale = row * col. A factor that the structure lacks is one.
+
+        Raises: as raw().
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> p = torch.nn.Parameter(torch.full((3, 2), 0.1))
+            >>> row, col = SELAdam([p]).scales(p)["e"]
+            >>> row.shape, col.shape
+            (torch.Size([3, 1]), torch.Size([1, 2]))
+        """
+        group, state = self._ensure(p)
+        lead = tuple(p.shape[: group["batch_dims"]])
+        inner = tuple(p.shape[group["batch_dims"] :])
+        ones = torch.ones((), dtype=state["raw"].dtype, device=state["raw"].device)
+
+        def factor(key: str, k: int, is_row: bool) -> Tensor:
+            if key not in state:
+                return ones.expand((1,) * p.dim())
+            values = state[key][..., k]
+            if not inner:
+                return values.reshape(lead)
+            if is_row:
+                return values.reshape(*lead, -1, *(1,) * (len(inner) - 1))
+            return values.reshape(*lead, 1, *inner[1:])
+
+        return {kind: (factor("scale_row", k, True), factor("scale_col", k, False)) for k, kind in enumerate(KINDS)}
+
+    @torch.no_grad()
+    def beta(self, p: Tensor) -> float:
+        """The curvature of `p`, fixed when its state was created. Raises: as raw().
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> p = torch.nn.Parameter(torch.full((3, 2), 0.01))
+            >>> round(SELAdam([p], beta="auto").beta(p), 3)
+            28.0
+        """
+        return self._ensure(p)[1]["beta"]
+
+    def named_curved(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, p) of every curved parameter: names from `named_parameters`, else "group.index".
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> model = torch.nn.Linear(3, 2)
+            >>> [name for name, _ in SELAdam(model.named_parameters()).named_curved()]
+            ['weight']
+        """
+        for group, i, p, name in self._members():
+            if self._is_curved(group, i, p, name):
+                yield name, p
+
+    @torch.no_grad()
+    def describe(self) -> str:
+        """A table of every parameter: shape, curved or why not, beta, mean slope, bytes of state. Print it before training.
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> model = torch.nn.Linear(3, 2)
+            >>> print(SELAdam(model.named_parameters(), beta=12.5).describe().splitlines()[0])
+            name    shape  curved      beta  mean slope  state bytes
+        """
+        rows = [("name", "shape", "curved", "beta", "mean slope", "state bytes")]
+        for group, i, p, name in self._members():
+            curved = self._is_curved(group, i, p, name)
+            shape = "x".join(map(str, p.shape)) or "scalar"
+            if not curved or p.is_meta or not p.requires_grad:
+                rows.append(
+                    (name, shape, self._why(group, i, p, curved), "-", "-", str(2 * p.numel() * p.element_size()))
+                )
+                continue
+            _, state = self._ensure(p)
+            size = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
+            slope = float(self._slope(p, group).mean(dtype=torch.float64)) if p.numel() else math.nan
+            rows.append((name, shape, group["combine"], f"{state['beta']:.4g}", f"{slope:.4g}", str(size)))
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+        lines = []
+        for row in rows:
+            cells = [c.ljust(w) if k < 3 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))]
+            lines.append("  ".join(cells).rstrip())
+        return "\n".join(lines)
+
+    def _why(self, group: dict[str, Any], i: int, p: Tensor, curved: bool) -> str:
+        if curved:
+            return "frozen" if not p.requires_grad else "on meta"
+        if not p.is_floating_point():
+            return f"no: {p.dtype}".replace("torch.", "")
+        choice = group["curved"][i] if isinstance(group["curved"], list) else group["curved"]
+        if choice == "matrices":
+            return f"no: rms > {LARGEST_CURVED_RMS}" if p.dim() >= 2 else f"no: {p.dim()}-D"
+        return "no: group" if choice in ("none", False) else "no: plain state"
+
+    def _slope(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """d weight / d raw, elementwise, in p's shape."""
+        return _rule.slope(self._views(p, group), self._curve(p, group)).view(p.shape)
+
+
+def learned_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kinds of scale that train in this group."""
+    if group["structure"] == "none":
+        return ()
+    given = DEFAULT_SCALE_LR if group["scale_lr"] is None else group["scale_lr"]
+    return tuple(kind for kind in KINDS if given.get(kind) is not None)
+
+
+def differing(weight: Tensor, mapped: Tensor) -> Tensor:
+    """Where a weight is another than the map gives, beyond what another path's rounding explains (sel.md, section 7)."""
+    unit = torch.finfo(mapped.dtype).eps
+    slack = ULPS * unit * mapped.abs()
+    if weight.dtype == mapped.dtype:
+        return ~((weight - mapped).abs() <= slack)
+    low, high = (mapped - slack).to(weight.dtype), (mapped + slack).to(weight.dtype)
+    return ~((weight >= low) & (weight <= high))
+
+
+def _same_storage(seen: _Seen, p: Tensor) -> bool:
+    return seen.storage.cdata == p.untyped_storage()._cdata and seen.offset == p.storage_offset()
