@@ -277,7 +277,7 @@ class Shadow:
                 for moment in _rule.MOMENTS:
                     if (key := _rule.moment_key(factor, moment)) in state:
                         state[key].zero_()
-        state[first].copy_(torch.tensor([start[kind] for kind in KINDS], dtype=state[first].dtype))
+        state[first].copy_(state[first].new_tensor([start[kind] for kind in KINDS]))
         try:
             raw = _rule.inverse(target, start, beta=float(curve.beta), combine=curve.combine)
         except ValueError as error:
@@ -449,10 +449,12 @@ def differing(weight: Tensor, mapped: Tensor) -> Tensor:
     """Where a weight is another than the map gives, beyond what another path's rounding explains (sel.md, section 7)."""
     unit = torch.finfo(mapped.dtype).eps
     slack = ULPS * unit * mapped.abs()
+    # Weights that diverged were not edited: what is not finite on both sides agrees too.
+    agree = (weight == mapped.to(weight.dtype)) | (weight.isnan() & mapped.isnan())
     if weight.dtype == mapped.dtype:
-        return ~((weight - mapped).abs() <= slack)
+        return ~(agree | ((weight - mapped).abs() <= slack))
     low, high = (mapped - slack).to(weight.dtype), (mapped + slack).to(weight.dtype)
-    return ~((weight >= low) & (weight <= high))
+    return ~(agree | ((weight >= low) & (weight <= high)))
 
 
 def _same_storage(seen: _Seen, p: Tensor) -> bool:

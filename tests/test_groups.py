@@ -91,14 +91,15 @@ def test_a_model_without_parameters_has_no_groups() -> None:
 
 
 def test_frozen_parameters_come_along_so_that_unfreezing_needs_no_new_group() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)).requires_grad_(False)
+    first, second = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2).requires_grad_(False)
+    model = nn.Sequential(first, second)
     optimizer = SELAdam(param_groups(model))
     assert not optimizer.state_dict()["state"]
-    model[1].requires_grad_(True)
+    second.requires_grad_(True)
     model(torch.ones(1, 2)).sum().backward()
-    frozen, free = model[0].weight.detach().clone(), model[1].weight.detach().clone()
+    frozen, free = first.weight.detach().clone(), second.weight.detach().clone()
     optimizer.step()
-    assert torch.equal(model[0].weight, frozen) and not torch.equal(model[1].weight, free)
+    assert torch.equal(first.weight, frozen) and not torch.equal(second.weight, free)
 
 
 @pytest.mark.parametrize("weight_decay", [None, 0.0, 0.3])
