@@ -537,8 +537,19 @@ def test_lr_zero_moves_no_bit_but_the_moments(
     assert [float(optimizer.state[p]["step"]) for p in params] == [steps + 2.0] * len(params)
 
 
-def test_a_host_tensor_lr_serves_parameters_elsewhere() -> None:
-    """As torch allows: lr=torch.tensor(1e-3) beside parameters on an accelerator, for which the meta device stands in."""
+def test_a_host_tensor_lr_serves_parameters_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch allows: lr=torch.tensor(1e-3) beside parameters on an accelerator, for which the meta device stands in.
+
+    Guard: `on_host`. An accelerator's `where` takes no condition from the host, which the meta device does not mind.
+    """
+    where = torch.where
+
+    def strict_where(condition: Tensor, *values: Any) -> Tensor:
+        assert condition.device.type == "meta"
+        return where(condition, *values)
+
+    monkeypatch.setattr(torch, "where", strict_where)
+    assert not _rule.on_host(torch.empty((), device="meta")) and not _rule.is_zero(torch.empty((), device="meta"))
     for foreach in (False, True):
         p = torch.empty(4, 3, device="meta")
         state = {key: torch.empty_like(p) for key in ("raw", "exp_avg", "exp_avg_sq")}
@@ -1057,7 +1068,7 @@ def test_empty_and_tiny_parameters(structure: str, shape: tuple[int, ...], forea
 
 @both
 def test_mixed_dtypes_in_one_group_are_as_each_alone(foreach: bool) -> None:
-    """Contract 24. Guard: the dtypes in `_run_batched`'s key, and in the key of the rates."""
+    """Contract 24. Guard: the dtypes in `_run_batched`'s key."""
     together = [p for dtype in DTYPES for p in make(SHAPES, dtype)]
     optimizer = SELAdam(together, curved="all", foreach=foreach, weight_decay=0.1)
     for t in range(3):
