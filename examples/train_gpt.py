@@ -464,7 +464,7 @@ def make_parser():
     add = parser.add_argument
     add("--data", help="any file, read as bytes; or a folder with train.bin and val.bin as nanoGPT prepares them")
     add("--optimizer", choices=("adam", "sel", "both"), default="both")
-    add("--steps", type=number(int, 1), default=500)
+    add("--steps", type=number(int, 1), default=400)
     add("--width", type=number(int, 1), default=128)
     add("--depth", type=number(int, 1), default=4)
     add("--heads", type=number(int, 1), default=4)
