@@ -281,23 +281,32 @@ def pull(grad: Tensor, state: Views, curve: Curve) -> Pulled:
     slopes, derivatives = sel_derivatives(
         state.raw.value, *patterns(row, col, curve), beta=1.0, combine=curve.combine, kinds=curve.learned
     )
-    grad_row, grad_col = _pull_factors(grad, row, col, derivatives, curve)
-    # One NaN or inf would spread over its whole row and column through the sums; its own weight meets it in grad * slope.
-    # On an accelerator a look at the sums would make the host wait.
-    sums = [found for found in (grad_row, grad_col) if found is not None]
-    if curve.learned and not (grad.device.type == "cpu" and all(bool(found.isfinite().all()) for found in sums)):
-        grad_row, grad_col = _pull_factors(torch.nan_to_num(grad, 0.0, 0.0, 0.0), row, col, derivatives, curve)
+    # One NaN or inf, of a gradient or of a weight that met one before, would spread over its whole row and column through the
+    # sums; its own weight meets it in grad * slope. On an accelerator a look at the sums would make the host wait.
+    careful = grad.device.type != "cpu"
+    grad_row, grad_col = _pull_factors(grad, row, col, derivatives, curve, careful)
+    if not careful and not all(bool(found.isfinite().all()) for found in (grad_row, grad_col) if found is not None):
+        grad_row, grad_col = _pull_factors(grad, row, col, derivatives, curve, True)
     grad_b = grad_a = None
     if state.residual_b is not None and state.residual_a is not None:
-        grad_b = grad @ state.residual_a.value.mT
-        grad_a = state.residual_b.value.mT @ grad
+        finite = torch.nan_to_num(grad, 0.0, 0.0, 0.0)
+        grad_b = finite @ state.residual_a.value.mT
+        grad_a = state.residual_b.value.mT @ finite
     return Pulled(grad * slopes, grad_row, grad_col, grad_b, grad_a)
 
 
 def _pull_factors(
-    grad: Tensor, row: Tensor | None, col: Tensor | None, derivatives: Mapping[str, Tensor], curve: Curve
+    grad: Tensor,
+    row: Tensor | None,
+    col: Tensor | None,
+    derivatives: Mapping[str, Tensor],
+    curve: Curve,
+    careful: bool,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the packed factors; `derivatives` are those for a curvature of 1, as patterns() has it."""
+    """Gradients of the packed factors; `derivatives` are those for a curvature of 1, as patterns() has it.
+
+    `careful`: what is not finite adds nothing.
+    """
     beta = curve.beta.squeeze(-1) if isinstance(curve.beta, Tensor) else curve.beta
     units: dict[str, float | Tensor] = {"e": 1 / beta, "l": 1 / beta, "m": beta, "n": 1.0}
     row_kinds, col_kinds = by_kind(row), by_kind(col)
@@ -306,6 +315,8 @@ def _pull_factors(
     for k, kind in enumerate(KINDS):
         if kind in curve.learned:
             share = grad * derivatives[kind]
+            if careful:
+                share = torch.nan_to_num(share, 0.0, 0.0, 0.0)
             if row is not None:
                 rows.append(_sum_columns(share, None if col is None else col_kinds[k], row.shape[-2]) * units[kind])
             if col is not None:

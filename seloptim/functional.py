@@ -68,7 +68,7 @@ def sel_forward(
     raw, e, l, m, n, beta, owned = _prepare(raw, e, l, m, n, beta, combine)
     # The sign is a constant, +1 at zero: with it |raw| = s*raw has the derivative s, and s*s = 1 keeps zero alive.
     s = _sign_one_at_zero(raw)
-    a = raw * s
+    a = raw.abs() if owned else raw * s
     # E(a) = (e / beta) * exp(-n) * expm1(beta*m*a)
     E = _expm1_of(a, _times(beta, m), owned)
     E = torch.mul(E, s, out=E if owned else None)
@@ -412,9 +412,16 @@ def _prepare(
         torch.compiler.is_compiling()
         or peek_interpreter_stack() is not None
         or (torch.is_grad_enabled() and any(v.requires_grad for v in tensors))
-        or (len(tensors) > 1 and torch.broadcast_shapes(*(v.shape for v in tensors)) != raw.shape)
+        or not all(_broadcasts_to(v.shape, raw.shape) for v in tensors[1:])
     )
     return raw.to(dtype), *scales, owned  # pyright: ignore[reportReturnType]
+
+
+def _broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
+    """Without torch.broadcast_shapes, which takes longer than a small parameter's whole map."""
+    return len(shape) <= len(target) and all(
+        size in (1, wanted) for size, wanted in zip(reversed(shape), reversed(target), strict=False)
+    )
 
 
 def _validate(raw: Tensor, beta: Scale, combine: str) -> None:

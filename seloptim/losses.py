@@ -873,7 +873,7 @@ def cross_entropy(
 class FusedLinearCrossEntropy(nn.Module):
     """``linear_cross_entropy`` as a module: options once, tensors at each call.
 
-    Equivalent plain code: ``linear_cross_entropy(hidden, weight, target, bias, **options)``. It owns no parameters, so a
+    Equivalent plain code: ``linear_cross_entropy(hidden, weight, target, bias, **options)``. It has no parameters: a
     classifier tied to an embedding stays where it is.
 
     Args:
