@@ -28,8 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from seloptim import SELAdam, param_groups
-from seloptim.losses import linear_cross_entropy
+from seloptim import SELAdam, linear_cross_entropy, param_groups
 
 try:
     from tqdm import tqdm
