@@ -377,6 +377,20 @@ def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tens
     value.copy_(torch.where(step_size == 0, value, moved))
 
 
+def undo(slot: Slot, hyper: Hyper, step: float, lr: float | Tensor, decay: float = 0.0) -> Tensor:
+    """The value before the update that `step` counts, to rounding: update() run backwards, from the moments that it left."""
+    value, exp_avg, exp_avg_sq, max_exp_avg_sq = slot
+    if not isinstance(lr, Tensor) and lr == 0:
+        return value
+    second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq
+    denom = (second.sqrt() / (1 - hyper.beta2**step) ** 0.5).add_(hyper.eps)
+    step_size = lr / (1 - hyper.beta1**step)
+    before = value + exp_avg * step_size / denom
+    if decay:
+        before = before / (1 - hyper.lr * decay)
+    return torch.where(step_size == 0, value, before) if isinstance(step_size, Tensor) else before
+
+
 def push(state: Views, curve: Curve) -> Tensor:
     """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A."""
     scales = patterns(*factors(state), curve)

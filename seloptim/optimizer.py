@@ -13,6 +13,7 @@ from torch.optim.adam import Adam, adam
 from . import _execute, _rule
 from ._rule import KINDS, Hyper
 from ._shadow import DEFAULT_SCALE_LR, Shadow, differing, learned_kinds
+from ._stats import LastStep
 from .convert import from_adam
 from .functional import sel_forward
 from .schedule import scale_lr_multiplier
@@ -348,6 +349,15 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
 
+    def _last_step(self, group: dict[str, Any], p: Tensor) -> LastStep | None:
+        state = self.state[p]
+        step = float(state["step"])
+        if step == 0:
+            return None
+        slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
+        rates = torch.tensor(_rates(group, step - 1), dtype=state["raw"].dtype, device=p.device)
+        return LastStep(_hyper(group), step, slope, rates)
+
     # -------------------------------------------------------------------------------------------------- saving, loading
 
     @torch.no_grad()
@@ -360,7 +370,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             >>> from seloptim import SELAdam
             >>> optimizer = SELAdam(torch.nn.Linear(2, 2).parameters())
             >>> sorted(optimizer.state_dict()["state"][0])[:4]
-            ['beta', 'exp_avg', 'exp_avg_sq', 'mean_slope']
+            ['beta', 'exp_avg', 'exp_avg_sq', 'initial_rms']
         """
         self._ensure_all()
         return super().state_dict()
