@@ -14,7 +14,7 @@ from . import _execute, _rule
 from ._rule import KINDS, Hyper
 from ._shadow import DEFAULT_SCALE_LR, Shadow, differing, learned_kinds
 from ._stats import LastStep
-from .convert import from_adam
+from .convert import ADAM_OPTIONS, as_step, check_layout, from_adam
 from .functional import sel_forward
 from .schedule import scale_lr_multiplier
 
@@ -124,7 +124,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         **unknown: Any,
     ) -> None:
         for name in unknown:
-            near = difflib.get_close_matches(name, [*SEL_DEFAULTS, *_ADAM_OPTIONS], 1)
+            near = difflib.get_close_matches(name, [*SEL_DEFAULTS, *ADAM_OPTIONS], 1)
             raise TypeError(
                 f"{type(self).__name__} has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
             )
@@ -406,7 +406,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         self._seen = {}
         for k, group in enumerate(self.param_groups):
             live = groups_before[k] if incoming is not None else {}
-            for key in (*_ADAM_OPTIONS, *SEL_DEFAULTS, "sel_format"):
+            for key in (*ADAM_OPTIONS, *SEL_DEFAULTS, "sel_format"):
                 if key not in group:
                     group[key] = live.get(key, self.defaults.get(key, SEL_DEFAULTS.get(key)))
         if incoming is not None:
@@ -506,13 +506,6 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         if adam_state and "from_adam" in adam_state:
             from_adam(adam_state, self.state[p], self._slope(p, group))
 
-    @torch.no_grad()
-    def _slopes(self) -> list[tuple[Tensor, Tensor | None]]:
-        """(p, slope in p's shape, or None where p is not curved) by position in the state_dict."""
-        return [
-            (p, self._slope(p, group) if "raw" in self.state.get(p, {}) else None) for group, _, p, _ in self._members()
-        ]
-
 
 class SELAdamW(SELAdam):
     """SELAdam with torch.optim.AdamW's defaults: decay 1e-2, decoupled.
@@ -563,21 +556,6 @@ class SELAdamW(SELAdam):
             fused=fused,
             **options,
         )
-
-
-_ADAM_OPTIONS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "amsgrad",
-    "maximize",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-)
 
 
 def _bare(name: str) -> str:
