@@ -429,20 +429,20 @@ class Shadow:
 
         - scale_e_mean, scale_e_min, scale_e_max, and likewise l, m (n only where it trains or is not 0): of row * col, over
           every weight.
-        - beta_rms: beta times the rms of the weights; near 0 the map is a line, above 1 it is deep in its exponential.
+        - size_beta_rms: beta times the rms of the weights; near 0 the map is a line, above 1 it is deep in its exponential.
         - slope_negative, slope_positive: mean d weight / d raw over the negative and over the positive weights.
-        - beyond_4_sigma: share of weights more than 4 standard deviations from their mean (6.3e-5 in a normal distribution).
-        - kurtosis: fourth standardised moment (3 in a normal distribution).
-        - max_over_initial_rms: largest |weight| over the rms that the weights had when their state was created.
         - step_smallest_decile, step_largest_decile: relative size of the last step, mean |change| over mean |weight|, among
-          the tenth of the weights with the smallest and with the largest |weight|. Under Adam the first is about a hundred
-          times the second.
+          the tenth of the weights with the smallest and with the largest |weight|; step_ratio: the first over the second,
+          about 33 under Adam with normal weights and more with a heavier tail; less where steps grow with their weights.
+        - tail_beyond_4_sigma: share of weights more than 4 standard deviations from their mean (6.3e-5 in a normal
+          distribution). tail_kurtosis: fourth standardised moment (3 in a normal distribution). tail_max_over_initial_rms:
+          largest |weight| over the rms that the weights had when their state was created.
 
-        No copy of the weights is kept for the last two: the step is run backwards from the moments it left, for raw and for
+        No copy of the weights is kept for the steps: the step is run backwards from the moments it left, for raw and for
         the factors, and the two maps are subtracted. That is exact to rounding as long as the group's lr and betas are those of
-        the step and no edit, load or conversion came in between; a scheduler that has already moved lr on changes the result in
-        proportion. Above 32,768 weights a fixed sample of that many, spread evenly over the tensor, stands for all (about 2 %
-        of error); the other numbers are over all weights.
+        the step and no edit, load or conversion came in between; a scheduler that has already moved lr on changes both sizes in
+        proportion, and hardly their ratio. Above 16,384 weights a fixed sample of that many, spread evenly over the tensor,
+        stands for all (an error of about 2 %); the other numbers are over all weights.
 
         Cost on a CPU: @COST@
 

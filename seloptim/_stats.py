@@ -26,7 +26,10 @@ class LastStep(NamedTuple):
 def measure(
     weight: Tensor, state: Views, curve: Curve, initial_rms: float, last: LastStep | None
 ) -> dict[str, Tensor]:
-    """{what: tensor of one number} of a parameter that is not empty. Nothing here waits for the device."""
+    """{what: tensor of one number} of a parameter that is not empty. Nothing here waits for the device.
+
+    TensorBoard sorts by name, in rows of three and pages of twelve: with these names a row holds what belongs together.
+    """
     values = weight.to(state.raw.value.dtype).reshape(state.raw.value.shape)
     found = _scales(state, curve)
     least, greatest = values.aminmax()
@@ -34,7 +37,7 @@ def measure(
     # Products and means, not torch.where and var_mean, which take five times as long on a CPU.
     squares = (values - mean).square_()
     variance = squares.mean()
-    found["beta_rms"] = curve.beta * (variance + mean.square()).sqrt()
+    found["size_beta_rms"] = curve.beta * (variance + mean.square()).sqrt()
 
     slope = _rule.slope(state, curve)
     for what, side in (("slope_negative", values < 0), ("slope_positive", values > 0)):
@@ -44,10 +47,10 @@ def measure(
     if last is not None:
         found.update(_last_moves(values, state, curve, last))
     squares.div_(variance)
-    found["beyond_4_sigma"] = (squares > 16).to(values.dtype).mean()
-    found["kurtosis"] = squares.square_().mean()
+    found["tail_beyond_4_sigma"] = (squares > 16).to(values.dtype).mean()
+    found["tail_kurtosis"] = squares.square_().mean()
     if initial_rms > 0:
-        found["max_over_initial_rms"] = torch.maximum(greatest, -least) / initial_rms
+        found["tail_max_over_initial_rms"] = torch.maximum(greatest, -least) / initial_rms
     return found
 
 
@@ -64,7 +67,7 @@ def gather(found: Sequence[tuple[str, dict[str, Tensor]]]) -> dict[str, float]:
     stats: dict[str, float] = {}
     for name, numbers in found:
         values = {what: next(fetched[number.device]) for what, number in numbers.items()}
-        finite = math.isfinite(values["beta_rms"])
+        finite = math.isfinite(values["size_beta_rms"])
         stats.update({f"{name}/{what}": v for what, v in values.items() if not (finite and math.isnan(v))})
     return stats
 
@@ -89,7 +92,7 @@ def _scales(state: Views, curve: Curve) -> dict[str, Tensor]:
 
 
 def _last_moves(values: Tensor, state: Views, curve: Curve, last: LastStep) -> dict[str, Tensor]:
-    """Mean |change| over mean |weight| of the last step, in the smallest and the largest decile of |weight|."""
+    """Mean |change| over mean |weight| of the last step, in the smallest and the largest decile of |weight|; their ratio."""
     hyper, step, slope, rates = last
     wide = torch.float32 if values.device.type == "mps" else torch.float64  # a step is small beside its weight
     _, rows, cols = values.shape
@@ -125,11 +128,15 @@ def _last_moves(values: Tensor, state: Views, curve: Curve, last: LastStep) -> d
 
     change = (weights[1] - weights[0]).abs_()
     size = values.flatten()[index].to(wide).abs_()
-    found: dict[str, Tensor] = {}
-    for what, largest in (("step_smallest_decile", False), ("step_largest_decile", True)):
+    relative: list[Tensor] = []
+    for largest in (False, True):
         tenth = size.topk(max(1, len(size) // 10), largest=largest, sorted=False).indices
-        found[what] = (change[tenth].sum() / size[tenth].sum()).to(values.dtype)
-    return found
+        relative.append((change[tenth].sum() / size[tenth].sum()).to(values.dtype))
+    return {
+        "step_smallest_decile": relative[0],
+        "step_largest_decile": relative[1],
+        "step_ratio": relative[0] / relative[1],
+    }
 
 
 def _spread(length: int, device: torch.device) -> Tensor:
