@@ -5,6 +5,7 @@ grad_raw = J * grad_weight, so that exp_avg takes one factor J and exp_avg_sq tw
 """
 
 import os
+import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -139,14 +140,16 @@ def check_layout(state_dict: Any) -> None:
         raise ValueError('not an optimizer state: "param_groups" must be a list of mappings with "params"')
 
 
-def read_checkpoint(path: "str | os.PathLike[str]") -> Any:
+def read_checkpoint(path: "str | os.PathLike[str]", mmap: bool = False) -> Any:
     """What torch.save wrote to `path`, on the CPU; no code from the file runs.
+
+    mmap: leave the tensors in the file until they are read, where its format allows that.
 
     Raises:
         ValueError: no checkpoint, a truncated one, or one that holds more than tensors and plain values. OSError: no file.
     """
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
     except OSError:
         raise
     except Exception as error:  # what a damaged file makes torch raise has no common class
