@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import warnings
@@ -58,13 +59,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m seloptim", description=__doc__.split(": ", 1)[1])
+    parser = argparse.ArgumentParser(
+        prog="python -m seloptim",
+        description="Look into a saved state, draw the map, convert a saved state to torch.optim.Adam's.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     inspect = commands.add_parser(
         "inspect", help="print what a saved SELAdam state holds", description="Print what a saved SELAdam state holds."
     )
-    inspect.add_argument("checkpoint", type=Path, help="file of torch.save: a state_dict, or a larger dict with one in it")
+    inspect.add_argument(
+        "checkpoint", type=Path, help="file of torch.save: a state_dict, or a larger dict with one in it"
+    )
     inspect.set_defaults(run=_inspect)
 
     curve = commands.add_parser(
@@ -72,8 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         help="draw map, slope and relative step to a PNG",
         description="Draw the map, its slope, and the relative size of a step, with all scales at their start.",
     )
-    curve.add_argument("--beta", type=float, nargs="+", default=[4.0, 12.5, 40.0], help="curvatures (default: 4 12.5 40)")
-    curve.add_argument("--combine", choices=("mismatched", "congruent"), default="mismatched", help="(default: mismatched)")
+    curve.add_argument(
+        "--beta", type=_positive, nargs="+", default=[4.0, 12.5, 40.0], help="curvatures (default: 4 12.5 40)"
+    )
+    curve.add_argument(
+        "--combine", choices=("mismatched", "congruent"), default="mismatched", help="(default: mismatched)"
+    )
     curve.add_argument("--out", type=Path, default=Path("sel_curve.png"), help="image (default: sel_curve.png)")
     curve.set_defaults(run=_curve)
 
@@ -82,10 +92,19 @@ def _parser() -> argparse.ArgumentParser:
         help="turn a saved SELAdam state into one that torch.optim.Adam loads",
         description="Turn a saved SELAdam state into one that torch.optim.Adam loads.",
     )
-    convert.add_argument("checkpoint", type=Path, help="file of torch.save: a state_dict, or a larger dict with one in it")
+    convert.add_argument(
+        "checkpoint", type=Path, help="file of torch.save: a state_dict, or a larger dict with one in it"
+    )
     convert.add_argument("--out", type=Path, help="file to write (default: beside CHECKPOINT, as STEM.adam.pt)")
     convert.set_defaults(run=_convert)
     return parser
+
+
+def _positive(text: str) -> float:
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return number
 
 
 # ------------------------------------------------------------------------------------------------------------ inspect
@@ -201,7 +220,8 @@ def _table(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     """Lines of aligned columns, the first `left` of them to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
-        "  " + "  ".join(c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
+        "  "
+        + "  ".join(c.ljust(w) if k < left else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True)))
         for row in rows
     ]
 
@@ -234,9 +254,11 @@ def _draw(figure: Any, betas: Sequence[float], combine: str) -> None:
     """Three panels over the weights that a network has: map, slope, relative step."""
     ink, quiet, largest, lr = "#22262e", "#8a909c", 0.3, 1e-3
     colours = ("#2a6fbb", "#e07b28", "#2c9c69", "#b8446f", "#7a5cc0", "#7d6a4f")
-    size = torch.logspace(-4, torch.tensor(largest).log10().item(), 400, dtype=torch.float64)
+    size = torch.logspace(-3, torch.tensor(largest).log10().item(), 400, dtype=torch.float64)
     weight = torch.cat([-size.flip(0), torch.zeros(1, dtype=torch.float64), size])
-    figure.suptitle(f"Curved weight space, {combine} map, all scales at their start", color=ink, fontsize=15)
+    title = f"Curved weight space: {combine} map, e = l = m = 1, n = 0"
+    figure.suptitle(title, x=0.01, ha="left", color=ink, fontsize=15, fontweight="bold")
+    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     by_map, by_slope, by_step = panels = figure.subplots(1, 3)
 
     by_map.plot(weight, weight, color=quiet, lw=1.4, ls=(0, (1, 2)), label="Adam: weight = raw")
@@ -246,15 +268,17 @@ def _draw(figure: Any, betas: Sequence[float], combine: str) -> None:
         raw = sel_inverse(weight, beta=beta, combine=combine)
         slope = sel_pullback(torch.ones_like(raw), raw, beta=beta, combine=combine)[0]
         line = {"color": colours[k % len(colours)], "lw": 2.0}
-        by_map.plot(raw, weight, label=f"beta = {beta:g}", **line)
+        by_map.plot(raw, weight, label=f"β = {beta:g}", **line)
         negative, positive = slice(0, len(size)), slice(len(size) + 1, None)
         by_slope.plot(weight[negative], slope[negative], **line)
-        by_slope.plot(weight[positive], slope[positive], label=f"beta = {beta:g}", **line)
-        by_step.plot(size, lr * slope[positive] / size, label=f"beta = {beta:g}", **line)
+        by_slope.plot(weight[positive], slope[positive], label=f"β = {beta:g}", **line)
+        by_step.plot(size, lr * slope[positive] / size, label=f"β = {beta:g}", **line)
         if combine == "mismatched":
             by_step.plot(size, lr * slope[negative].flip(0) / size, ls="--", alpha=0.75, **line)
 
-    by_map.set(title="The map", xlabel="raw weight", ylabel="weight", xlim=(-largest, largest), ylim=(-largest, largest))
+    by_map.set(
+        title="The map", xlabel="raw weight", ylabel="weight", xlim=(-largest, largest), ylim=(-largest, largest)
+    )
     by_slope.set(title="Its slope: what a raw step is multiplied by", xlabel="weight", ylabel="d weight / d raw")
     by_slope.set(xlim=(-largest, largest), ylim=(0, None))
     by_step.set(title=f"One step at lr = {lr:g}, relative to its weight", xlabel="|weight|", ylabel="|step| / |weight|")
@@ -262,7 +286,8 @@ def _draw(figure: Any, betas: Sequence[float], combine: str) -> None:
     if combine == "mismatched":
         by_step.plot([], [], color=ink, lw=1.6, ls="--", alpha=0.75, label="negative weights")
     for panel in panels:
-        panel.title.set(color=ink, fontsize=12)
+        panel.set_title(panel.get_title(), loc="left", color=ink, fontsize=12)
+        panel.set_title("")
         panel.grid(color="#e6e8ec", lw=0.8)
         panel.set_axisbelow(True)
         panel.spines[["top", "right"]].set_visible(False)
@@ -298,8 +323,9 @@ def _write(path: Path, save: Callable[[Path], object]) -> None:
     try:
         save(part)
         part.replace(path)
-    except RuntimeError as error:  # torch's word for a folder that does not exist
-        raise Refusal(f"{path}: {(str(error) or 'cannot be written').splitlines()[0]}") from error
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a folder does not exist
+        reason = error.strerror if isinstance(error, OSError) else str(error).splitlines()[0]
+        raise Refusal(f"{path}: {reason or 'cannot be written'}") from error
     finally:
         part.unlink(missing_ok=True)
 

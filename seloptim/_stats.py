@@ -23,9 +23,7 @@ class LastStep(NamedTuple):
     rates: Tensor  # (kinds,): multiples of lr, 0 where frozen
 
 
-def measure(
-    weight: Tensor, state: Views, curve: Curve, initial_rms: float, last: LastStep | None
-) -> dict[str, Tensor]:
+def measure(weight: Tensor, state: Views, curve: Curve, initial_rms: float, last: LastStep | None) -> dict[str, Tensor]:
     """{what: tensor of one number} of a parameter that is not empty. Nothing here waits for the device.
 
     TensorBoard sorts by name, in rows of three and pages of twelve: with these names a row holds what belongs together.
