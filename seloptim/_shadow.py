@@ -231,7 +231,9 @@ class Shadow:
                 self._create(group, i, p, name)
                 return
             if not bool(torch.isfinite(p.detach()[differs]).all()):
-                raise ValueError(f"parameter {name} was edited and has non-finite weights; repair it before the next step")
+                raise ValueError(
+                    f"parameter {name} was edited and has non-finite weights; repair it before the next step"
+                )
             self._invert_at(differs, p, state, view, curve, name)
         self._remember(p, self._any_n(state))
 
