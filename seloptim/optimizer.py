@@ -516,7 +516,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             )
 
     def _restore(self, group: dict[str, Any], p: Tensor) -> float:
-        """p <- map(raw) where the two differ; the largest change."""
+        """p <- map(raw), whole, where the two differ anywhere; the largest change."""
         if p.is_meta:
             return 0.0
         curve = self._curve(p, group)
@@ -525,7 +525,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         change = 0.0
         if bool(differs.any()):
             change = float((p[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
-            p.copy_(torch.where(differs, mapped.to(p.dtype), p))
+            p.copy_(mapped)
         self._remember(p, curve.has_n)
         return change
 
