@@ -48,6 +48,17 @@ def as_step(step: Any) -> Tensor:
     return torch.as_tensor(step).detach().to("cpu", torch.float32, copy=True).reshape(())
 
 
+def adam_fault(state: Mapping[str, Any], shape: torch.Size, _: int) -> str | None:
+    """Why a saved state cannot be that of torch.optim.Adam for a parameter of this shape; None where it can."""
+    if "step" not in state or not {"exp_avg", "exp_avg_sq"} <= state.keys():
+        return f"its saved state has {', '.join(map(str, state)) or 'nothing'}, neither Adam's keys nor SELAdam's"
+    for key in POWERS:
+        value = state.get(key)
+        if key in state and not (isinstance(value, Tensor) and value.layout == torch.strided and value.shape == shape):
+            return f"its saved {key} {f'the shape {tuple(value.shape)}' if isinstance(value, Tensor) else repr(value)}"
+    return None
+
+
 def to_adam(optimizer: "SELAdam") -> dict[str, Any]:
     """The state of `optimizer` as a state_dict that torch.optim.Adam (or AdamW) of the same parameters loads.
 
