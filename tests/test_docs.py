@@ -53,6 +53,15 @@ def without_blocks(page: Path) -> str:
 # ------------------------------------------------------------------------------------------------------- code
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """The models of these pages are so small that a second thread only waits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.info == "python" for b in blocks(page))], ids=page_id)
 def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A page's blocks share a namespace and an empty working directory; a block `output` is what the one above prints."""
