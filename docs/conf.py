@@ -20,6 +20,8 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 html_theme = "furo"
 html_title = "seloptim"
+smartquotes = False  # an option's "value" can be copied
+pygments_style = "friendly"
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
@@ -94,7 +96,9 @@ def render_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lin
             while at < len(lines) and (not lines[at].strip() or lines[at].startswith(" ")):
                 at += 1
             title = "Arguments" if section[1] == "Args" else section[1]
-            body = ([section[2]] if section[2] else []) + [text.strip() if section[2] else text for text in lines[start:at]]
+            body = ([section[2]] if section[2] else []) + [
+                text.strip() if section[2] else text for text in lines[start:at]
+            ]
             out += [f"**{title}.**", "", *_body(body, title in ("Arguments", "Raises") and not section[2]), ""]
         elif line.strip() == "::" or line.startswith(".. "):
             out.append(line)

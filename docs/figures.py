@@ -31,7 +31,8 @@ def save(figure, name):
 
 
 def panels(count, width):
-    figure, axes = plt.subplots(1, count, figsize=(width * count, 2.9), layout="constrained")
+    figure = plt.figure(figsize=(width * count, 2.9), layout="constrained")
+    axes = [figure.add_subplot(1, count, k + 1) for k in range(count)]
     for axis in axes:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(color="#e6e6e6", linewidth=0.7)

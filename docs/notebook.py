@@ -1,6 +1,6 @@
 """Run a notebook's cells without Jupyter, and read a notebook as Markdown.
 
-    python docs/notebook.py docs/first_steps.ipynb      # runs it and writes the output of each cell into it
+python docs/notebook.py docs/first_steps.ipynb      # runs it and writes the output of each cell into it
 """
 
 import contextlib
@@ -40,7 +40,9 @@ def as_markdown(source: str) -> str:
             parts.append(_text(cell["source"]))
         elif cell["cell_type"] == "code":
             parts.append(f"```python\n{_text(cell['source'])}\n```")
-            parts += [f"```text\n{_text(output['text']).rstrip()}\n```" for output in cell["outputs"] if "text" in output]
+            parts += [
+                f"```text\n{_text(output['text']).rstrip()}\n```" for output in cell["outputs"] if "text" in output
+            ]
     return "\n\n".join(parts) + "\n"
 
 
