@@ -21,7 +21,6 @@ source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 html_theme = "furo"
 html_title = "seloptim"
 smartquotes = False  # an option's "value" can be copied
-pygments_style = "friendly"
 html_copy_source = False
 html_show_sphinx = False
 html_show_copyright = False
