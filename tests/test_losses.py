@@ -700,6 +700,16 @@ def test_forward_mode_and_functional_transforms_raise():
         torch.func.vmap(lambda x, y: linear_cross_entropy(x, w, y))(x.unsqueeze(1), y.unsqueeze(1))
 
 
+def test_batched_upstream_gradients_raise():
+    x, w, y = made(9, 4), made(7, 4, seed=2), labels(9, classes=7)
+    for loss in (linear_cross_entropy(x, w, y), linear_cross_entropy(x, w, y, reduction="none")):
+        with pytest.raises(RuntimeError):
+            grads(loss, [w], torch.ones(3, *loss.shape, dtype=loss.dtype), is_grads_batched=True)
+    z = made(9, 7)
+    with pytest.raises(RuntimeError):
+        grads(cross_entropy(z, y, inplace=True), [z], torch.ones(3, dtype=z.dtype), is_grads_batched=True)
+
+
 def test_an_edit_between_forward_and_backward_is_harmless_or_an_error():
     x, w, y = made(9, 4), made(7, 4, seed=2), labels(9, classes=7)
     expected = grads(F.cross_entropy(F.linear(x, w), y), (x, w))
@@ -1008,9 +1018,12 @@ def test_the_operators_keep_torchs_contract():
 X, W, Y = torch.zeros(4, 3), torch.zeros(5, 3), torch.zeros(4, dtype=torch.long)
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "hidden must be a tensor, got list", {"hidden": [1.0]}),
-    (TypeError, "weight must be a dense floating-point tensor, got torch.int64", {"weight": W.long()}),
-    (TypeError, "hidden must be a dense floating-point tensor, got torch.complex64", {"hidden": X.to(torch.complex64)}),
+    (TypeError, "weight must be a dense tensor of .* got torch.int64", {"weight": W.long()}),
+    (TypeError, "hidden must be a dense tensor of .* got torch.complex64", {"hidden": X.to(torch.complex64)}),
     (TypeError, "weight must be a dense .* layout torch.sparse_coo", {"weight": W.to_sparse()}),
+    (TypeError, "hidden must be .* got torch.float8_e4m3fn", {"hidden": X.to(torch.float8_e4m3fn)}),
+    (TypeError, "token_weight must be a dense real tensor, got torch.complex64", {"token_weight": X[:, 0] * 1j}),
+    (TypeError, "target must be a dense real tensor", {"target": Y.to_sparse()}),
     (TypeError, "target must be a tensor, got list", {"target": [0, 0, 0, 0]}),
     (TypeError, "target must hold class indices .*torch.bool", {"target": Y.bool()}),
     (ValueError, r"weight must be \(V, 3\) .*\(0, 3\) \(an empty or flat shard", {"weight": torch.zeros(0, 3)}),
@@ -1172,6 +1185,32 @@ def test_upstream_gradients_of_every_kind(route):
     assert not part[[0, 1, 4, 5]].any()
     assert not grads(0.0 * linear_cross_entropy(x, w, y), [w])[0].any()
     assert not grads(-linear_cross_entropy(x, w, y) + linear_cross_entropy(x, w, y), [w])[0].abs().max() > 1e-16
+
+
+def test_deterministic_mode_and_meta_tensors(route):
+    x, w, y = made(6, 4), made(5, 4, seed=2), labels(6, classes=5, ignored=0.3)
+    want = linear_cross_entropy(x, w, y)
+    torch.use_deterministic_algorithms(True)  # fills empty memory with NaN: what is not written would show
+    try:
+        got = linear_cross_entropy(x, w, y)
+        for a, e in zip(grads(got, (x, w)), grads(want, (x, w)), strict=True):
+            assert torch.equal(a, e)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    x, w, y = (t.detach().to("meta").requires_grad_(t.is_floating_point()) for t in (x, w, y))
+    for reduction, shape in (("mean", ()), ("none", (6,))):
+        loss = linear_cross_entropy(x, w, y, reduction=reduction)
+        assert loss.shape == shape
+        assert [g.shape for g in grads(loss.sum(), (x, w))] == [x.shape, w.shape]
+
+
+def test_inference_tensors():
+    with torch.inference_mode():
+        x, y = made(6, 4, grad=False), labels(6, classes=5)
+    w = made(5, 4, seed=2, grad=False)
+    assert linear_cross_entropy(x, w, y).isfinite()
+    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved"):
+        linear_cross_entropy(x, w.requires_grad_(), y)
 
 
 def test_returned_gradients_share_no_memory():
