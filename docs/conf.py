@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from docutils.utils.math.latex2mathml import tex2mathml
 from myst_parser.parsers.sphinx_ import MystParser
 
 HERE = Path(__file__).parent
@@ -20,6 +21,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 source_suffix = {".md": "markdown", ".ipynb": "notebook"}
 html_theme = "furo"
 html_title = "seloptim"
+html_math_renderer = "mathml"
 smartquotes = False  # an option's "value" can be copied
 html_copy_source = False
 html_show_sphinx = False
@@ -30,6 +32,7 @@ autodoc_typehints = "none"  # the signature would be longer than what it says; t
 autodoc_preserve_defaults = True
 python_maximum_signature_line_length = 90
 myst_heading_anchors = 3
+myst_enable_extensions = ["dollarmath"]
 
 
 class NotebookParser(MystParser):
@@ -39,6 +42,14 @@ class NotebookParser(MystParser):
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
         super().parse(as_markdown(inputstring), document)
+
+
+def formula(translator: Any, node: nodes.math | nodes.math_block) -> None:
+    """A formula as MathML, which browsers draw by themselves: no script, nothing from a network."""
+    block = isinstance(node, nodes.math_block)
+    mathml = tex2mathml(node.astext(), as_block=block)
+    translator.body.append(f'<div class="math">{mathml}</div>' if block else mathml)
+    raise nodes.SkipNode
 
 
 SECTION = re.compile(r"(Args|Arguments|Returns|Raises|Example|Source):\s*(.*)")
@@ -111,4 +122,5 @@ def render_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lin
 
 def setup(app: Any) -> None:
     app.add_source_parser(NotebookParser)
+    app.add_html_math_renderer("mathml", (formula, None), (formula, None))
     app.connect("autodoc-process-docstring", render_docstring)

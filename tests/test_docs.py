@@ -10,6 +10,7 @@ import json
 import os
 import pkgutil
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -62,9 +63,23 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+def command_line(line: str) -> str:
+    """What a line of a shell block that calls this package prints."""
+    from seloptim.__main__ import main
+
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        code = main(shlex.split(line)[3:])
+    assert code == 0, f"{line}: exit code {code}"
+    return out.getvalue()
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.info == "python" for b in blocks(page))], ids=page_id)
 def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page's blocks share a namespace and an empty working directory; a block `output` is what the one above prints."""
+    """A page's blocks share a namespace and an empty directory, its calls of the command line too.
+
+    A block `output` is what the block above it prints.
+    """
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     namespace: dict[str, Any] = {"__name__": "__main__"}
@@ -76,6 +91,10 @@ def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest
                 block.text, printed, doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
             )
             assert same, f"{page.name}:{block.line}: the page says\n{block.text}\nbut the block above prints\n{printed}"
+        if block.info == "sh":
+            ours = [line for line in block.text.splitlines() if line.startswith("python -m seloptim ")]
+            printed = "".join(map(command_line, ours))
+            continue
         if block.info != "python":
             continue
         code = compile("\n" * block.line + block.text, str(page), "exec")  # so that a traceback has the page's lines
