@@ -451,8 +451,9 @@ class Shadow:
 
         Returns:
             {"name/what": number}, in the order of the parameters. What cannot be measured is left out: steps before the first
-            one, slope_negative where no weight is negative, kurtosis where all weights are equal, everything for an empty
-            parameter. NaN means that weights are not finite.
+            one and where a tenth of the weights is 0, slope_negative where no weight is negative, tail_kurtosis where all are
+            equal, tail_max_over_initial_rms where they started at 0, everything for a frozen or empty parameter.
+            NaN means that weights are not finite.
 
         Raises:
             ValueError: state does not exist yet and a weight is not finite or has no inverse, by name.
@@ -471,13 +472,17 @@ class Shadow:
 
         Source: arXiv:2607.09967, whose motivation is the heavy tail of trained weights and the relative size of their steps.
         """
-        self._ensure_all()
         found: list[tuple[str, dict[str, Tensor]]] = []
-        for group, _, p, name in self._members():
-            if self._has_raw(p) and not p.is_meta and p.numel():
-                rms = self.state[p].get("initial_rms", 0.0)
-                curve, last = self._curve(p, group), self._last_step(group, p)
-                found.append((name, _stats.measure(p.detach(), self._views(p, group), curve, rms, last)))
+        for group, i, p, name in self._members():
+            if p.is_meta or not p.numel() or not (p.requires_grad or self._has_raw(p)):
+                continue
+            if self._is_curved(group, i, p, name):
+                if not self._has_raw(p):
+                    self._create(group, i, p, name)
+                rms, last = self.state[p].get("initial_rms", 0.0), self._last_step(group, p)
+                found.append(
+                    (name, _stats.measure(p.detach(), self._views(p, group), self._curve(p, group), rms, last))
+                )
         return _stats.gather(found)
 
     def _last_step(self, group: dict[str, Any], p: Tensor) -> _stats.LastStep | None:

@@ -28,7 +28,7 @@ def measure(weight: Tensor, state: Views, curve: Curve, initial_rms: float, last
 
     TensorBoard sorts by name, in rows of three and pages of twelve: with these names a row holds what belongs together.
     """
-    values = weight.to(state.raw.value.dtype).reshape(state.raw.value.shape)
+    values = weight.to(state.raw.value).reshape(state.raw.value.shape)
     found = _scales(state, curve)
     least, greatest = values.aminmax()
     mean = values.mean()

@@ -34,7 +34,7 @@ def log_scales(writer: SummaryWriter, optimizer: Shadow, step: int, *, histogram
     Raises:
         ImportError: no writer, and no TensorBoard to make one: install seloptim[tensorboard].
         TypeError: `writer` is no writer.
-        ValueError: as `SELAdam.stats`.
+        ValueError: as `SELAdam.stats` and, with histograms, `SELAdam.raw`.
 
     Example:
         >>> import tempfile

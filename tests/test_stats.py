@@ -80,8 +80,9 @@ def trained(
 ) -> tuple[nn.Parameter, SELAdam]:
     p = nn.Parameter(mixed(*shape, size=0.05, dtype=dtype))
     optimizer = SELAdam([("w", p)], **options)
-    for k in range(steps):
-        p.grad = mixed(*shape, seed=k + 1, dtype=dtype)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        p.grad = torch.randn(shape, generator=generator).to(dtype)
         optimizer.step()
     return p, optimizer
 
