@@ -81,7 +81,7 @@ def train_numpy(loss: LossAndGradients, x: Array, y: Labels, epochs: int, lr: fl
     return w
 
 
-def train_fused(x: Array, y: Labels, epochs: int, lr: float = 0.02) -> Array:
+def train_fused(x: Array, y: Labels, epochs: int, lr: float = 2e-3) -> Array:
     from seloptim.optimizer import SELAdam
 
     torch.manual_seed(0)
