@@ -138,8 +138,8 @@ def create_state(
                 state[key] = torch.zeros_like(state[name])  # type: ignore[arg-type]
     state["beta"] = beta
     slope, _ = sel_derivatives(state["raw"], *scale_init.values(), beta=beta, combine=combine, kinds=())
-    mean_slope = float(slope.abs().mean(dtype=torch.float64)) if weight.numel() else 1.0
-    state["mean_slope"] = mean_slope if mean_slope > 0 else 1.0
+    mean_slope = float(slope.abs().mean(dtype=torch.float64))
+    state["mean_slope"] = mean_slope if mean_slope > 0 else 1.0  # NaN without elements
     return state
 
 
