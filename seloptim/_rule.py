@@ -457,6 +457,13 @@ def push(state: Views, curve: Curve) -> Tensor:
     """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A."""
     scales = patterns(*factors(state), curve)
     weight = sel_forward(state.raw.value, *scales, beta=1.0, combine=curve.combine)
-    if state.residual_b is not None and state.residual_a is not None:
-        weight = weight + state.residual_b.value @ state.residual_a.value
-    return weight
+    low_rank = residual(state)
+    return weight if low_rank is None else weight + low_rank
+
+
+def residual(state: Views) -> Tensor | None:
+    """B @ A where there is one, in its own precision also where the caller is under autocast."""
+    if state.residual_b is None or state.residual_a is None:
+        return None
+    with torch.autocast(state.raw.value.device.type, enabled=False):
+        return state.residual_b.value @ state.residual_a.value

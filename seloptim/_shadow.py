@@ -243,8 +243,8 @@ class Shadow:
     def _invert_at(self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str) -> None:
         shape = view.raw.value.shape
         target = p.detach().to(torch.float64).reshape(shape)
-        if view.residual_b is not None and view.residual_a is not None:
-            target = target - (view.residual_b.value @ view.residual_a.value).double()
+        if (low_rank := _rule.residual(view)) is not None:
+            target = target - low_rank.double()
         scales = [
             torch.as_tensor(scale, device=p.device).double().expand(shape)
             for scale in _rule.patterns(*_rule.factors(view), curve)
