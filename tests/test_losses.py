@@ -979,6 +979,24 @@ def test_compile_equals_eager_without_a_graph_break(reduction, options):
     torch.testing.assert_close(compiled(x2, w, b, y2)[0], loss(x2, w, b, y2)[0], **TIGHT)
 
 
+def test_compiled_modules_with_parameters_and_autocast():
+    torch._dynamo.reset()
+    embedding, head = torch.nn.Embedding(11, 4), torch.nn.Linear(4, 11)
+    module = FusedLinearCrossEntropy(z_loss=1e-3)
+    y = labels(3, 6, classes=11, ignored=0.3)
+
+    def loss(ids):
+        return module(embedding(ids).tanh(), head.weight, y, head.bias)
+
+    ids, parameters = y.clamp(min=0), [embedding.weight, *head.parameters()]
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            got, want = torch.compile(loss, backend="aot_eager", fullgraph=True)(ids), loss(ids)
+        torch.testing.assert_close(got, want)
+        for a, e in zip(grads(got, parameters), grads(want, parameters), strict=True):
+            torch.testing.assert_close(a, e)
+
+
 def test_compile_in_low_precision_and_errors():
     torch._dynamo.reset()
     x, w, y = made(9, 4, dtype=torch.bfloat16), made(7, 4, seed=2, dtype=torch.bfloat16), labels(9, classes=7)
