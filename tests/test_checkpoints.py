@@ -349,7 +349,9 @@ def test_a_saved_group_without_newer_keys_keeps_the_live_ones() -> None:
     live = SELAdam(model.parameters(), lr=1e-3, check_edits="full", scale_lr={"e": 2.0}, decoupled_weight_decay=True)
     live.load_state_dict(state)
     loaded = live.param_groups[0]
-    assert loaded["check_edits"] == "full" and loaded["scale_lr"] == {"e": 2.0} and loaded["decoupled_weight_decay"]
+    assert (
+        loaded["check_edits"] == "full" and loaded["scale_lr"] == {"e": [2.0, 2.0]} and loaded["decoupled_weight_decay"]
+    )
     assert loaded["lr"] == 1e-2 and tuple(loaded["betas"]) == (0.8, 0.9) and loaded["residual_rank"] == 0
     train(model, live, range(2, 3))
 
