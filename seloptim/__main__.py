@@ -118,8 +118,8 @@ def _inspect(args: argparse.Namespace) -> str:
 
 
 def _inspect_state(title: str, saved: Mapping[str, Any]) -> list[str]:
-    scales = [("name", "shape", "steps", "beta", "e", "l", "m", "n")]
-    weights = [
+    scales: list[tuple[str, ...]] = [("name", "shape", "steps", "beta", "e", "l", "m", "n")]
+    weights: list[tuple[str, ...]] = [
         ("name", "raw", "weight", "beta * rms", "slope -", "slope +", "> 4 sigma", "kurtosis", "max / initial rms")
     ]
     plain: list[str] = []
