@@ -475,8 +475,10 @@ class SELAdam(Shadow, torch.optim.Optimizer):
                 state = state_dict["state"].get(saved_id)
                 if not state:
                     continue
-                fault = _rule.state_fault if "raw" in state else adam_fault
-                reason = fault(state, p.shape, merged["batch_dims"])
+                curved = "raw" in state
+                reason = (
+                    _rule.state_fault(state, p.shape, merged["batch_dims"]) if curved else adam_fault(state, p.shape)
+                )
                 if reason:
                     raise ValueError(
                         f"parameter {name} has shape {tuple(p.shape)}, but {reason}: "
