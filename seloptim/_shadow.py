@@ -78,24 +78,26 @@ class Shadow:
         state = self.state.get(p)
         if state and "from_adam" not in state:
             return "raw" in state
-        choice = group["curved"]
-        if isinstance(choice, list):
-            choice = choice[i]
-        if choice in ("none", False) or not p.is_floating_point():
-            return False
-        if choice != "matrices":
-            return True
-        if p.dim() < 2:
-            return False
-        if p.is_meta:
-            return True
+        choice = self._choice(group, i, p)
+        if choice != "matrices" or p.is_meta:
+            return bool(choice)
         rms = _rms(p)
-        if rms > LARGEST_CURVED_RMS:
+        if LARGEST_CURVED_RMS < rms < math.inf:  # one that is not finite is refused by name when its state is made
             self._log_once(
                 f"{name}: not curved, its rms {rms:.3g} is above {LARGEST_CURVED_RMS}; curved=True in its group curves it"
             )
             return False
         return True
+
+    @staticmethod
+    def _choice(group: dict[str, Any], i: int, p: Tensor) -> bool | str:
+        """What the group says of a parameter: False, True, or "matrices" where its values will decide."""
+        choice = group["curved"][i] if isinstance(group["curved"], list) else group["curved"]
+        if choice in ("none", False) or not p.is_floating_point():
+            return False
+        if choice != "matrices":
+            return True
+        return choice if p.dim() >= 2 else False
 
     def _log_once(self, message: str) -> None:
         if message not in self._warned:
@@ -189,8 +191,8 @@ class Shadow:
 
     def _curve(self, p: Tensor, group: dict[str, Any]) -> Curve:
         learned = learned_kinds(group)
-        known = self._seen.get(p)
-        has_n = "n" in learned or (known.has_n if known else self._any_n(self.state[p]))
+        seen = self._seen.get(p)  # None in a copy or an unpickled optimizer that has taken no step yet
+        has_n = "n" in learned or (seen.has_n if seen else self._any_n(self.state[p]))
         return Curve(self.state[p]["beta"], group["combine"], learned, has_n)
 
     def _remember(self, p: Tensor, has_n: bool) -> None:
@@ -284,7 +286,7 @@ class Shadow:
                 for moment in _rule.MOMENTS:
                     if (key := _rule.moment_key(factor, moment)) in state:
                         state[key].zero_()
-        state[first].copy_(torch.tensor([start[kind] for kind in KINDS], dtype=state[first].dtype))
+        state[first].copy_(state[first].new_tensor([start[kind] for kind in KINDS]))
         state["raw"].copy_(raw.view_as(state["raw"]))
 
     @torch.no_grad()
@@ -453,7 +455,7 @@ def differing(weight: Tensor, mapped: Tensor) -> Tensor:
         near = (weight - mapped).abs() <= slack
     else:
         near = (weight >= (mapped - slack).to(weight.dtype)) & (weight <= (mapped + slack).to(weight.dtype))
-    # What a non-finite gradient has left behind is no edit.
+    # Weights that diverged were not edited: what is not finite on both sides agrees too.
     same = (weight == mapped) | (weight.isnan() & mapped.isnan())
     return ~(same | (near & mapped.isfinite()))
 

@@ -3,7 +3,7 @@
 import difflib
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from . import _execute, _rule
 from ._rule import KINDS, Hyper
 from ._shadow import DEFAULT_SCALE_LR, Shadow, differing, learned_kinds
 from .convert import ADAM_OPTIONS, adam_fault, as_step, check_layout, from_adam
-from .functional import sel_forward
+from .init import RULES, shrink
 from .schedule import scale_lr_multiplier
 
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
@@ -95,6 +95,8 @@ class SELAdam(Shadow, torch.optim.Optimizer):
     Source: arXiv:2607.09967.
     """
 
+    _constructing = False  # True while torch's constructor adds the groups: weights wait until all have been checked
+
     def __init__(
         self,
         params: Any,
@@ -124,15 +126,10 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         check_edits: str = "tracked",
         **unknown: Any,
     ) -> None:
-        for name in unknown:
-            near = difflib.get_close_matches(name, [*SEL_DEFAULTS, *ADAM_OPTIONS], 1)
-            raise TypeError(
-                f"{type(self).__name__} has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(
-                f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?"
-            )
+        for name, value in unknown.items():
+            hint = _near(name, [*SEL_DEFAULTS, *ADAM_OPTIONS]) or f"; it has Adam's and {', '.join(SEL_DEFAULTS)}"
+            raise TypeError(f"{type(self).__name__} has no option {name}={value!r}{hint}")
+        _check_betas(betas)
         # torch's own constructor validates and normalises what is torch's own.
         adam_defaults = Adam(
             [torch.empty(0)],
@@ -166,9 +163,14 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             raise ValueError(
                 f'curved={curved!r} stands in a group; the constructor takes "matrices", "all", "none" or a callable'
             )
+        defaults = {**adam_defaults, **sel_defaults, "sel_format": FORMAT}
+        _check_group({**defaults, "params": []})
         self._seen = {}
         self._warned = set()
-        super().__init__(params, {**adam_defaults, **sel_defaults, "sel_format": FORMAT})
+        self._constructing = True
+        super().__init__(params, defaults)
+        del self._constructing
+        self._shrink(self.param_groups)
 
     # ------------------------------------------------------------------------------------------------------------ groups
 
@@ -185,10 +187,10 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             >>> optimizer.add_param_group({"params": b.parameters(), "curved": False, "lr": 1e-2})
         """
         if isinstance(param_group, dict):
-            for key in param_group.keys() - self.defaults.keys() - {"params", "param_names"}:
-                near = difflib.get_close_matches(key, self.defaults, 1, cutoff=0.8)
-                if near:
-                    raise ValueError(f"a parameter group has the option {key!r}; did you mean {near[0]!r}?")
+            for key in sorted(param_group.keys() - self.defaults.keys() - {"params", "param_names"}):
+                # Keys that mean nothing to us are allowed, as in torch: a user's own and schedulers'.
+                if hint := _near(key, self.defaults, cutoff=0.8):
+                    raise ValueError(f"a parameter group has no option {key}={param_group[key]!r}{hint}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -197,59 +199,67 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             if callable(group["curved"]):
                 group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
             if callable(group["beta"]):
-                group["beta"] = [_check_beta(group["beta"](name, p), name) for _, p, name in members]
-            self._refuse(group, members)
-            if group["init"] == "mismatched":
-                self._shrink(group, members)
+                # Not asked about parameters that stay plain: it may count on a matrix.
+                group["beta"] = [
+                    _check_beta(group["beta"](name, p), name) if self._choice(group, i, p) else "auto"
+                    for i, p, name in members
+                ]
+            self._refuse(group, [(p, name) for i, p, name in members if self._choice(group, i, p)])
+            if not self._constructing:
+                self._shrink([group])
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _refuse(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
-        """Options that a curved parameter cannot honour."""
+    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
+        """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
         if group["differentiable"]:
             raise ValueError(
                 f"differentiable=True is not supported by {type(self).__name__}; "
                 "seloptim.transform differentiates through steps, with torchopt"
             )
-        if group["curved"] in ("none", False) or (isinstance(group["curved"], list) and not any(group["curved"])):
-            return
-        if group["fused"]:
-            raise ValueError(
-                "fused=True is not available for curved parameters; leave fused=None, or use foreach=True to batch"
-            )
-        if group["capturable"]:
-            raise ValueError("capturable=True is not available for curved parameters; leave capturable=False")
-        for _, p, name in members:
-            candidate = p.is_floating_point() and (group["curved"] != "matrices" or p.dim() >= 2)
-            if candidate and p.dim() < group["batch_dims"]:
+        for p, name in candidates:
+            if group["fused"]:
                 raise ValueError(
-                    f"batch_dims={group['batch_dims']} needs more dimensions than parameter {name} has ({p.dim()})"
+                    f"fused=True is not available for curved parameters ({name}); leave fused=None, or use foreach=True to batch"
+                )
+            if group["capturable"]:
+                raise ValueError(
+                    f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
+                )
+            if p.dim() < group["batch_dims"]:
+                raise ValueError(
+                    f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
+                    "put it into a group with fewer batch_dims"
                 )
 
     @torch.no_grad()
-    def _shrink(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
+    def _shrink(self, groups: list[dict[str, Any]]) -> None:
         """The mismatched initialisation. What depends on the weights is decided before it, since it changes them."""
-        chosen = [self._is_curved(group, i, p, name) for i, p, name in members]
-        betas = [2.0] * len(members)
+        groups = [group for group in groups if group["init"] == "mismatched"]
         shrunk: list[tuple[Tensor, Tensor]] = []
-        for (i, p, name), is_curved in zip(members, chosen, strict=True):
-            if not is_curved:
-                continue
-            if p.is_meta:
-                raise ValueError(
-                    f"init='mismatched' needs the weights of parameter {name}, which is on the meta device"
-                )
-            betas[i] = self._resolve_beta(group, i, p, name)
-            scales = self._scale_init(group, betas[i])
-            try:
-                raw = _rule.inverse(p, scales, beta=betas[i], combine="congruent")
-            except ValueError as error:
-                raise ValueError(f"parameter {name}: {error}") from error
-            shrunk.append((p, sel_forward(raw, *scales.values(), beta=betas[i], combine="mismatched")))
+        decided: list[tuple[list[bool], list[float | str]]] = [([], []) for _ in groups]
+        for group, (curved, betas) in zip(groups, decided, strict=True):
+            for i, p, name in [(i, p, name) for g, i, p, name in self._members() if g is group]:
+                curved.append(self._is_curved(group, i, p, name))
+                betas.append("auto")
+                if not curved[-1]:
+                    continue
+                if p.is_meta:
+                    raise ValueError(
+                        f"init='mismatched' needs the weights of parameter {name}, which is on the meta device; "
+                        "materialise it before, or use init='preserve'"
+                    )
+                betas[-1] = beta = self._resolve_beta(group, i, p, name)
+                try:
+                    shrunk.append((p, shrink(p.detach(), *self._scale_init(group, beta).values(), beta=beta)))
+                except ValueError as error:
+                    raise ValueError(f"parameter {name}: {error}") from error
+        # Everything that can fail comes before the first write.
         for p, weight in shrunk:
             p.copy_(weight)
-        group["curved"], group["beta"] = chosen, betas
+        for group, (curved, betas) in zip(groups, decided, strict=True):
+            group["curved"], group["beta"] = curved, betas
 
     # -------------------------------------------------------------------------------------------------------------- step
 
@@ -427,8 +437,9 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             self.__dict__.pop("_incoming", None)
 
     def __getstate__(self) -> dict[str, Any]:
+        # torch leaves the hooks out. All of __dict__ would be too much: schedulers put a patched step there.
         hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        return super().__getstate__() | hooks | {"_warned": self._warned}
+        return {**super().__getstate__(), **hooks, "_warned": self._warned}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Both halves of torch's design meet here: a loaded state_dict, and an unpickled or copied optimizer."""
@@ -468,8 +479,8 @@ class SELAdam(Shadow, torch.optim.Optimizer):
                     f"the state has format {version}, this seloptim reads up to {FORMAT}; upgrade seloptim to load it"
                 )
             merged = _merged(live, saved)
-            _check_adam_options(merged)
             _check_group(merged)
+            _check_adam_options(merged)
             for saved_id in saved["params"]:
                 _, _, p, name = next(members)
                 state = state_dict["state"].get(saved_id)
@@ -662,8 +673,21 @@ def _rates(group: dict[str, Any], done: float) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- validation
 
 
+def _near(name: str, options: Iterable[str], cutoff: float = 0.6) -> str:
+    near = difflib.get_close_matches(name, options, 3, cutoff)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(
+            f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?"
+        )
+
+
 def _check_group(group: dict[str, Any]) -> None:
-    """Every SEL option of a group; mappings become plain dicts, so that a saved group holds only plain values."""
+    """Every SEL option of a group; all become plain values, so that torch.load(weights_only=True) reads a saved group."""
+    _check_betas(group["betas"])
     for name, allowed in CHOICES.items():
         if group[name] not in allowed:
             raise ValueError(f"Invalid {name}: {group[name]!r}; use one of {', '.join(map(repr, allowed))}")
@@ -678,7 +702,7 @@ def _check_group(group: dict[str, Any]) -> None:
     if isinstance(beta, list) and len(beta) == len(group["params"]):
         group["beta"] = [_check_beta(b, f"{i} of its group") for i, b in enumerate(beta)]
     elif not callable(beta):
-        _check_beta(beta, None)
+        group["beta"] = _check_beta(beta)
     for name in ("batch_dims", "residual_rank"):
         if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 0:
             raise ValueError(f"Invalid {name}: {group[name]!r}; use an int >= 0")
@@ -693,32 +717,25 @@ def _check_group(group: dict[str, Any]) -> None:
 
 def _check_adam_options(group: Mapping[str, Any]) -> None:
     """torch's own checks of what a saved group holds of Adam's options."""
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas!r}; use a pair of numbers")
     if not isinstance(group["lr"], (int, float, Tensor)):
         raise ValueError(f"Invalid learning rate: {group['lr']!r}; use a number or a tensor")
     try:
-        Adam([torch.empty(0)], 1e-3, tuple(betas), group["eps"], group["weight_decay"])
+        Adam([torch.empty(0)], 1e-3, tuple(group["betas"]), group["eps"], group["weight_decay"])
     except TypeError as error:
         raise ValueError(f"Invalid options in the saved group: {error}") from error
 
 
-def _check_beta(beta: Any, name: str | None) -> Any:
+def _check_beta(beta: Any, name: str | None = None) -> float | str:
     where = "" if name is None else f" for parameter {name}"
     if isinstance(beta, (tuple, list)):
         raise ValueError(f"beta is the curvature, one number, got {beta!r}{where}; did you mean betas={tuple(beta)!r}?")
-    if isinstance(beta, str):
-        if name is not None or beta not in ("auto", "width"):
-            raise ValueError(
-                f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
-            )
+    if isinstance(beta, str) and beta in RULES:
         return beta
     try:
         number = float(beta)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(beta, bool) or not 0 < number < math.inf:
+    if isinstance(beta, (bool, str)) or not 0 < number < math.inf:
         raise ValueError(
             f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
         )
@@ -743,7 +760,7 @@ def _check_scale_init(given: Any) -> dict[str, Any] | None:
         )
         if not fine:
             raise ValueError(f"Invalid scale_init for {kind}: {value!r}; use a finite number or 'beta'")
-    return dict(given)
+    return {kind: value if value == "beta" else float(value) for kind, value in given.items()}
 
 
 def _check_scale_lr(given: Any) -> dict[str, Any] | None:
@@ -761,5 +778,5 @@ def _check_scale_lr(given: Any) -> dict[str, Any] | None:
             raise ValueError(
                 f"Invalid scale_lr for {kind}: {value!r}; use None (frozen), a positive number or a pair (start, end) of them"
             )
-        checked[kind] = list(value) if isinstance(value, (tuple, list)) else value
+        checked[kind] = None if value is None else [float(v) for v in numbers]
     return checked

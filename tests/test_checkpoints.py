@@ -349,7 +349,9 @@ def test_a_saved_group_without_newer_keys_keeps_the_live_ones() -> None:
     live = SELAdam(model.parameters(), lr=1e-3, check_edits="full", scale_lr={"e": 2.0}, decoupled_weight_decay=True)
     live.load_state_dict(state)
     loaded = live.param_groups[0]
-    assert loaded["check_edits"] == "full" and loaded["scale_lr"] == {"e": 2.0} and loaded["decoupled_weight_decay"]
+    assert (
+        loaded["check_edits"] == "full" and loaded["scale_lr"] == {"e": [2.0, 2.0]} and loaded["decoupled_weight_decay"]
+    )
     assert loaded["lr"] == 1e-2 and tuple(loaded["betas"]) == (0.8, 0.9) and loaded["residual_rank"] == 0
     train(model, live, range(2, 3))
 
@@ -450,7 +452,7 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another map": (corrupt_group("combine", "os.system"), "Invalid combine"),
     "curved for others": (corrupt_group("curved", [True]), "Invalid curved"),
     "lr is text": (corrupt_group("lr", "fast"), "Invalid learning rate"),
-    "betas is a number": (corrupt_group("betas", 0.9), "Invalid betas"),
+    "betas is a number": (corrupt_group("betas", 0.9), "did you mean beta="),
     "betas out of range": (corrupt_group("betas", (2.0, 0.9)), "Invalid beta parameter"),
     "eps is text": (corrupt_group("eps", "small"), "Invalid options"),
     "raw of another shape": (corrupt("raw", torch.zeros(4, 4)), "has shape .*raw has the shape"),
