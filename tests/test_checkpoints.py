@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -318,7 +318,8 @@ def test_two_optimizers_that_load_one_dict_share_nothing() -> None:
         its = SELAdam(twin.parameters())
         its.load_state_dict(state)
         pairs.append((twin, its))
-    train(*pairs[0], range(2, 5))
+    twin, its = pairs[0]
+    train(twin, its, range(2, 5))
     same(state, kept)
     same(pairs[1][1].state_dict(), kept)
 
@@ -571,7 +572,7 @@ def test_dcp_resumes_bit_exact(flatten: bool, order: str, tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, on saving without process groups
         weights, state = get_state_dict(model, optimizer, options=options)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+        state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
     train(model, optimizer, range(3, 6))
 
     resumed = other_weights(torch.bfloat16)
@@ -579,7 +580,7 @@ def test_dcp_resumes_bit_exact(flatten: bool, order: str, tmp_path: Path) -> Non
     weights, state = get_state_dict(resumed, again, options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+        state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
         if order == "model first":
             set_state_dict(resumed, again, model_state_dict=weights, optim_state_dict=state, options=options)
         else:
