@@ -523,7 +523,7 @@ def differing(weight: Tensor, mapped: Tensor) -> Tensor:
         near = (weight - mapped).abs() <= slack
     else:
         near = (weight >= (mapped - slack).to(weight.dtype)) & (weight <= (mapped + slack).to(weight.dtype))
-    # What a non-finite gradient has left behind is no edit.
+    # Weights that diverged were not edited: what is not finite on both sides agrees too.
     same = (weight == mapped.to(weight.dtype)) | (weight.isnan() & mapped.isnan())
     return ~(same | (near & mapped.isfinite()))
 
