@@ -98,6 +98,7 @@ def test_the_weights_may_be_loaded_after_adams_state() -> None:
     early = SELAdam(model.parameters())
     early.load_state_dict(saved)
     same(its.state_dict()["state"], early.state_dict()["state"])
+    assert [k for k, values in its.state_dict()["state"].items() if "raw" in values] == [0, 2, 4, 5]
     train(model, early, range(4, 7))
     train(late, its, range(4, 7))
     same(late.state_dict(), model.state_dict())
