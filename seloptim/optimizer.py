@@ -556,7 +556,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         adam_state = self.state.get(p)
         super()._create(group, i, p, name)
         if adam_state and "from_adam" in adam_state:
-            from_adam(adam_state, self.state[p], self._slope(p, group))
+            from_adam(adam_state, self.state[p], self._views(p, group), self._curve(p, group))
 
 
 class SELAdamW(SELAdam):
