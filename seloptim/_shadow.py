@@ -8,7 +8,7 @@ values decide.
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,23 +16,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _rule
+from ._options import learned_kinds
 from ._rule import KINDS, Curve, Views
 from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
 
 logger = logging.getLogger("seloptim")
 
-DEFAULT_SCALE_LR: dict[str, Any] = {
-    "e": (8.0, 1.3),
-    "l": (8.0, 1.3),
-    "m": (0.01, 0.5),
-    "n": None,
-}
-PAPER_SCALE_LR: dict[str, Any] = {
-    "e": (50.0, 8.0),
-    "l": (50.0, 8.0),
-    "m": (0.01, 0.5),
-    "n": None,
-}
 
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
 
@@ -431,14 +420,6 @@ class Shadow:
     def _slope(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """d weight / d raw, elementwise, in p's shape."""
         return _rule.slope(self._views(p, group), self._curve(p, group)).view(p.shape)
-
-
-def learned_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of scale that train in this group."""
-    if group["structure"] == "none":
-        return ()
-    given = DEFAULT_SCALE_LR if group["scale_lr"] is None else group["scale_lr"]
-    return tuple(kind for kind in KINDS if given.get(kind) is not None)
 
 
 def differing(weight: Tensor, mapped: Tensor) -> Tensor:

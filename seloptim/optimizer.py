@@ -11,35 +11,18 @@ from torch import Tensor
 from torch.optim.adam import Adam, adam
 
 from . import _execute, _rule
-from ._rule import KINDS, Hyper
-from ._shadow import DEFAULT_SCALE_LR, Shadow, differing, learned_kinds
+from ._options import (
+    SEL_DEFAULTS,
+    check_beta,
+    check_group,
+    scale_rates,
+)
+from ._rule import Hyper
+from ._shadow import Shadow, differing
 from .convert import from_adam
 from .functional import sel_forward
-from .schedule import scale_lr_multiplier
 
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
-
-SEL_DEFAULTS: dict[str, Any] = {
-    "curved": "matrices",
-    "combine": "mismatched",
-    "init": "preserve",
-    "beta": "auto",
-    "lr_space": "raw",
-    "structure": "row_col",
-    "batch_dims": 0,
-    "scale_init": None,
-    "scale_lr": None,
-    "anneal_steps": None,
-    "residual_rank": 0,
-    "check_edits": "tracked",
-}
-CHOICES = {
-    "combine": ("mismatched", "congruent"),
-    "init": ("preserve", "mismatched"),
-    "lr_space": ("raw", "weight"),
-    "structure": _rule.STRUCTURES,
-    "check_edits": ("tracked", "full"),
-}
 
 
 class SELAdam(Shadow, torch.optim.Optimizer):
@@ -191,11 +174,11 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             members = [(i, p, name) for g, i, p, name in self._members() if g is group]
-            _check_group(group)
+            check_group(group)
             if callable(group["curved"]):
                 group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
             if callable(group["beta"]):
-                group["beta"] = [_check_beta(group["beta"](name, p), name) for _, p, name in members]
+                group["beta"] = [check_beta(group["beta"](name, p), name) for _, p, name in members]
             self._refuse(group, members)
             if group["init"] == "mismatched":
                 self._shrink(group, members)
@@ -313,7 +296,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             done = float(state["step"])
             key = (done, state["raw"].dtype, p.device)
             if key not in rates:
-                rates[key] = torch.tensor(_rates(group, done), dtype=state["raw"].dtype, device=p.device)
+                rates[key] = torch.tensor(scale_rates(group, done), dtype=state["raw"].dtype, device=p.device)
             assert p.grad is not None
             slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
             view, curve = self._views(p, group), self._curve(p, group)
@@ -594,111 +577,3 @@ def _hyper(group: dict[str, Any]) -> Hyper:
         group["amsgrad"],
         group["maximize"],
     )
-
-
-def _rates(group: dict[str, Any], done: float) -> list[float]:
-    """Multiples of lr for each kind of scale after `done` steps, 0 where frozen."""
-    given = DEFAULT_SCALE_LR if group["scale_lr"] is None else group["scale_lr"]
-    learned = learned_kinds(group)
-    rates = []
-    for kind in KINDS:
-        if kind not in learned:
-            rates.append(0.0)
-            continue
-        pair = given[kind]
-        start, end = pair if isinstance(pair, (tuple, list)) else (pair, pair)
-        rates.append(float(scale_lr_multiplier(start, end, group["anneal_steps"], done)))
-    return rates
-
-
-# ------------------------------------------------------------------------------------------------------------- validation
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    """Every SEL option of a group; mappings become plain dicts, so that a saved group holds only plain values."""
-    for name, allowed in CHOICES.items():
-        if group[name] not in allowed:
-            raise ValueError(f"Invalid {name}: {group[name]!r}; use one of {', '.join(map(repr, allowed))}")
-    curved = group["curved"]
-    if not (callable(curved) or isinstance(curved, (bool, list)) or curved in ("matrices", "all", "none")):
-        raise ValueError(
-            f"Invalid curved: {curved!r}; use 'matrices', 'all', 'none', a bool (in a group) or a callable (name, p) -> bool"
-        )
-    if isinstance(curved, list) and len(curved) != len(group["params"]):
-        raise ValueError(f"Invalid curved: {len(curved)} entries for {len(group['params'])} parameters")
-    beta = group["beta"]
-    if isinstance(beta, list) and len(beta) == len(group["params"]):
-        group["beta"] = [_check_beta(b, f"{i} of its group") for i, b in enumerate(beta)]
-    elif not callable(beta):
-        _check_beta(beta, None)
-    for name in ("batch_dims", "residual_rank"):
-        if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 0:
-            raise ValueError(f"Invalid {name}: {group[name]!r}; use an int >= 0")
-    steps = group["anneal_steps"]
-    if steps is not None and (
-        isinstance(steps, bool) or not isinstance(steps, (int, float)) or not 0 < steps < math.inf
-    ):
-        raise ValueError(f"Invalid anneal_steps: {steps!r}; use a positive number of steps, or None")
-    group["scale_init"] = _check_scale_init(group["scale_init"])
-    group["scale_lr"] = _check_scale_lr(group["scale_lr"])
-
-
-def _check_beta(beta: Any, name: str | None) -> Any:
-    where = "" if name is None else f" for parameter {name}"
-    if isinstance(beta, (tuple, list)):
-        raise ValueError(f"beta is the curvature, one number, got {beta!r}{where}; did you mean betas={tuple(beta)!r}?")
-    if isinstance(beta, str):
-        if name is not None or beta not in ("auto", "width"):
-            raise ValueError(
-                f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
-            )
-        return beta
-    try:
-        number = float(beta)
-    except (TypeError, ValueError):
-        number = math.nan
-    if isinstance(beta, bool) or not 0 < number < math.inf:
-        raise ValueError(
-            f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
-        )
-    return number
-
-
-def _check_kinds(name: str, mapping: Any) -> None:
-    if not isinstance(mapping, Mapping):
-        raise ValueError(f"Invalid {name}: {mapping!r}; use None or a mapping from {', '.join(KINDS)}")
-    for kind in mapping:
-        if kind not in KINDS:
-            raise ValueError(f"Invalid {name}: unknown kind {kind!r}; the kinds are {', '.join(KINDS)}")
-
-
-def _check_scale_init(given: Any) -> dict[str, Any] | None:
-    if given is None:
-        return None
-    _check_kinds("scale_init", given)
-    for kind, value in given.items():
-        fine = value == "beta" or (
-            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-        )
-        if not fine:
-            raise ValueError(f"Invalid scale_init for {kind}: {value!r}; use a finite number or 'beta'")
-    return dict(given)
-
-
-def _check_scale_lr(given: Any) -> dict[str, Any] | None:
-    if given is None:
-        return None
-    _check_kinds("scale_lr", given)
-    checked: dict[str, Any] = {}
-    for kind, value in given.items():
-        numbers = value if isinstance(value, (tuple, list)) else (value, value)
-        fine = value is None or (
-            len(numbers) == 2
-            and all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in numbers)
-        )
-        if not fine:
-            raise ValueError(
-                f"Invalid scale_lr for {kind}: {value!r}; use None (frozen), a positive number or a pair (start, end) of them"
-            )
-        checked[kind] = list(value) if isinstance(value, (tuple, list)) else value
-    return checked
