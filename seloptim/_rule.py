@@ -211,6 +211,10 @@ def views(state: Mapping[str, Tensor | float], batch_dims: int, amsgrad: bool) -
         if name not in state:
             return None
         moments = MOMENTS if amsgrad else MOMENTS[:2]
+        if moment_key(name, moments[0]) not in state:
+            # Another optimizer moves raw and has the moments: pull and push read the value alone.
+            value = state[name].view(batch, rows, cols)  # type: ignore[union-attr]
+            return Slot(value, value, value, None)
         tensors = [state[name], *(state[moment_key(name, moment)] for moment in moments)]
         shape = (batch, rows, cols) if name == "raw" else (batch, *tensors[0].shape[-2:])  # type: ignore[union-attr]
         flat = [tensor.view(shape) for tensor in tensors]  # type: ignore[union-attr]
@@ -366,15 +370,25 @@ def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tens
     bias_correction1 = 1 - hyper.beta1**step
     bias_correction2_sqrt = (1 - hyper.beta2**step) ** 0.5
     step_size = lr / bias_correction1
-    denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(hyper.eps)
+    denom = (_sqrt(exp_avg_sq) / bias_correction2_sqrt).add_(hyper.eps)
     if not isinstance(step_size, Tensor):
         if decay:
             value.mul_(1 - hyper.lr * decay)
         value.addcdiv_(exp_avg, denom, value=-step_size)
         return
-    decayed = value * (1 - hyper.lr * decay) if decay else value
+    # A graph keeps the old value, which is overwritten below.
+    old = value.clone() if decay and torch.is_grad_enabled() else value
+    decayed = old * (1 - hyper.lr * decay) if decay else old
     moved = decayed + (exp_avg * -step_size).div_(denom)
     value.copy_(torch.where(step_size == 0, value, moved))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """sqrt(x); where it is differentiated, with derivative 0 at 0: factors without a gradient yet have exact zeros there."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x.sqrt()
+    zero = x == 0
+    return x.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
 def push(state: Views, curve: Curve) -> Tensor:
