@@ -10,10 +10,9 @@ from pathlib import Path
 import torch
 from train_gpt import BYTES, GPT, as_bytes, windows
 
-from seloptim import SELAdam, param_groups
-from seloptim.losses import linear_cross_entropy
+from seloptim import SELAdam, linear_cross_entropy, param_groups
 
-CONTEXT, BATCH, STEPS = 64, 16, 150
+CONTEXT, BATCH, STEPS = 64, 8, 120
 
 
 def batch(tokens, generator):

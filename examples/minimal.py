@@ -13,13 +13,13 @@ from torch import nn
 from seloptim import SELAdam, param_groups
 
 torch.manual_seed(0)
-x = torch.rand(512, 2) * 8 - 4
+x = torch.rand(256, 2) * 8 - 4
 y = torch.sin(x[:, :1]) * torch.cos(x[:, 1:])
 
 model = nn.Sequential(nn.Linear(2, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
 optimizer = SELAdam(param_groups(model), lr=1e-2)
 
-for step in range(301):
+for step in range(201):
     loss = nn.functional.mse_loss(model(x), y)
     if step % 100 == 0:
         print(f"step {step:3}  loss {loss.item():.5f}")

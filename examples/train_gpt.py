@@ -28,8 +28,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from seloptim import SELAdam, param_groups
-from seloptim.losses import linear_cross_entropy
+from seloptim import SELAdam, linear_cross_entropy, param_groups
 
 try:
     from tqdm import tqdm
@@ -408,10 +407,14 @@ def plot(path, runs):
     for (name, run), color in zip(runs.items(), ("tab:blue", "tab:orange"), strict=False):
         steps, losses = zip(*run.history["val"], strict=True)
         seconds = [sum(run.history["seconds"][:step]) for step in steps]
-        by_step.plot(range(1, len(run.history["train"]) + 1), run.history["train"], color=color, alpha=0.25, lw=0.8)
-        by_step.plot(steps, losses, color=color, marker=".", label=f"{name}: {losses[-1]:.4f}")
+        by_step.plot(steps, losses, color=color, marker=".", label=f"{name}: {losses[0]:.4f} to {losses[-1]:.4f}")
         by_time.plot(seconds, losses, color=color, marker=".", label=name)
-    by_step.set(xlabel="step", ylabel="validation loss (nats per token)", title="by steps (pale: the batches)")
+    val = [[loss for _, loss in run.history["val"]] for run in runs.values()]
+    if all(len(losses) > 3 and all(map(math.isfinite, losses)) for losses in val):
+        # The first fall is so deep that it would press the rest of the curves into one line.
+        low, high = min(map(min, val)), max(losses[1] for losses in val)
+        by_step.set_ylim(low - 0.1 * (high - low), high + 0.2 * (high - low))
+    by_step.set(xlabel="step", ylabel="validation loss (nats per token)", title="by steps")
     by_time.set(xlabel="seconds of training", title="by time")
     for axes in (by_step, by_time):
         axes.grid(alpha=0.3)
@@ -464,7 +467,7 @@ def make_parser():
     add = parser.add_argument
     add("--data", help="any file, read as bytes; or a folder with train.bin and val.bin as nanoGPT prepares them")
     add("--optimizer", choices=("adam", "sel", "both"), default="both")
-    add("--steps", type=number(int, 1), default=500)
+    add("--steps", type=number(int, 1), default=400)
     add("--width", type=number(int, 1), default=128)
     add("--depth", type=number(int, 1), default=4)
     add("--heads", type=number(int, 1), default=4)

@@ -121,7 +121,7 @@ def val_losses(out: str, name: str) -> tuple[float, float]:
 def test_minimal() -> None:
     out = run("minimal.py")
     losses = [float(loss) for loss in re.findall(r"^step +\d+  loss (\S+)$", out, re.MULTILINE)]
-    assert len(losses) == 4 and losses[-1] < 0.01 * losses[0]
+    assert len(losses) == 3 and losses[-1] < 0.02 * losses[0]
     weight, raw = map(float, re.findall(r"[+-]\d\.\d{5}", out))
     assert weight != raw
     assert re.findall(r"^scale (\w):", out, re.MULTILINE)[:3] == ["e", "l", "m"]
@@ -157,7 +157,7 @@ def test_train_gpt_on_the_standard_library(tmp_path: Path) -> None:
 
 def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_as_if_never_stopped(tmp_path: Path, text: str) -> None:
     stopped, whole, resumed = (str(tmp_path / name) for name in ("stopped.pt", "whole.pt", "resumed.pt"))
-    flags = [*TINY, "--data", text, "--steps", "100", "--save-every", "10"]
+    flags = [*TINY, "--data", text, "--steps", "60", "--save-every", "5"]
     process = start("train_gpt.py", *flags, "--save", stopped)
     while not Path(stopped).exists() and process.poll() is None:
         time.sleep(0.01)
@@ -165,7 +165,7 @@ def test_ctrl_c_leaves_a_checkpoint_from_which_the_run_ends_as_if_never_stopped(
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and out == ""
     step = read(stopped)["step"]
-    assert 10 <= step < 100
+    assert 5 <= step < 60
     assert f"interrupted after step {step}: go on with --resume {stopped}" in err
     assert run("train_gpt.py", "--resume", stopped, "--save", resumed)
     assert run("train_gpt.py", *flags, "--save", whole)
@@ -277,8 +277,8 @@ def test_the_standard_library_is_split_by_file_and_has_no_tests() -> None:
     files = train_gpt.standard_library()
     text = train_gpt.load_text(None)
     assert len(files) > 200
-    assert bytes(text.train[:200].tolist()) == b"".join(files)[:200]
-    assert bytes(text.val.tolist()) == b"".join(files[len(files) * 9 // 10 :])
+    assert text.train[:200].numpy().tobytes() == b"".join(files)[:200]
+    assert text.val.numpy().tobytes() == b"".join(files[len(files) * 9 // 10 :])
     assert text.sizes() == train_gpt.load_text(None).sizes()
 
 
