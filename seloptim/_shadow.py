@@ -122,19 +122,21 @@ class Shadow:
                 batch_dims=group["batch_dims"],
                 scale_init=self._scale_init(group, beta),
                 residual_rank=group["residual_rank"],
-                amsgrad=group["amsgrad"],
+                amsgrad=group.get("amsgrad", False),
                 seed=next(k for k, (_, _, q, _) in enumerate(self._members()) if q is p),
             )
         except ValueError as error:
             raise ValueError(f"parameter {name}: {error}") from error
         self.state[p] = state
         self._remember(p)
-        lr = float(group["lr"])
+        self._check_pace(float(group["lr"]), beta, name)
+
+    def _check_pace(self, lr: float, beta: float, name: str) -> None:
         if lr * beta > 0.5:
             warnings.warn(
                 f"lr * beta = {lr:g} * {beta:g} = {lr * beta:.3g} for parameter {name}: one step could multiply a weight by more "
                 f"than e^0.5; lower lr below {0.5 / beta:.3g}",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _ensure(self, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -158,13 +160,15 @@ class Shadow:
 
     def _views(self, p: Tensor, group: dict[str, Any]) -> Views:
         state = self.state[p]
-        if group["amsgrad"]:
+        amsgrad = group.get("amsgrad", False)
+        if amsgrad:
             for name in _rule.VALUES:
-                if name in state:  # amsgrad may be switched on in a group during training
+                # amsgrad may be switched on in a group during training
+                if _rule.moment_key(name, "exp_avg_sq") in state:
                     key = _rule.moment_key(name, "max_exp_avg_sq")
                     if key not in state:
                         state[key] = torch.zeros_like(state[name])
-        return _rule.views(state, group["batch_dims"], group["amsgrad"])
+        return _rule.views(state, group["batch_dims"], amsgrad)
 
     def _curve(self, p: Tensor, group: dict[str, Any]) -> Curve:
         learned = learned_kinds(group)
@@ -205,7 +209,7 @@ class Shadow:
         self._remember(p)
         if state["raw"].dtype != _rule.state_dtype(p.dtype) or state["raw"].device != p.device:
             for key, value in state.items():
-                if isinstance(value, Tensor) and key != "step":
+                if isinstance(value, Tensor) and not key.endswith("step"):
                     state[key] = value.to(device=p.device, dtype=_rule.state_dtype(p.dtype))
         view = self._views(p, group)
         curve = self._curve(p, group)
@@ -392,9 +396,7 @@ class Shadow:
             curved = self._is_curved(group, i, p, name)
             shape = "x".join(map(str, p.shape)) or "scalar"
             if not curved or p.is_meta or not p.requires_grad:
-                rows.append(
-                    (name, shape, self._why(group, i, p, curved), "-", "-", str(2 * p.numel() * p.element_size()))
-                )
+                rows.append((name, shape, self._why(group, i, p, curved), "-", "-", str(self._plain_bytes(p))))
                 continue
             _, state = self._ensure(p)
             size = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
@@ -406,6 +408,10 @@ class Shadow:
             cells = [c.ljust(w) if k < 3 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))]
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
+
+    def _plain_bytes(self, p: Tensor) -> int:
+        """State of a parameter that is not curved: Adam's two moments."""
+        return 2 * p.numel() * p.element_size()
 
     def _why(self, group: dict[str, Any], i: int, p: Tensor, curved: bool) -> str:
         if curved:
