@@ -22,7 +22,7 @@ from .cases import STRUCTURES, mixed
 FLAT = {"beta": 2.0, "combine": "congruent", "structure": "none", "scale_init": {"e": 0.0, "l": "beta"}}
 # Options under which each class makes good way on a small regression, curved with a small rate of the scales.
 CLASSES: dict[str, dict[str, Any]] = {
-    "ASGD": {"lr": 0.05},
+    "ASGD": {"lr": 0.01},
     "Adadelta": {"lr": 1.0},
     "Adafactor": {"lr": 0.02},
     "Adagrad": {"lr": 0.02},
