@@ -1,6 +1,5 @@
 """What SELAdam and Curved share as optimizers: groups and their checks, the order of a step, saving and loading."""
 
-import difflib
 import math
 import warnings
 from collections.abc import Callable, Mapping
@@ -10,20 +9,31 @@ import torch
 from torch import Tensor
 
 from . import _execute, _rule
-from ._options import (
-    SEL_DEFAULTS,
-    check_beta,
-    check_group,
-    scale_rates,
-)
+from ._options import SEL_DEFAULTS, check_beta, check_group, near_names, scale_rates
 from ._shadow import Shadow, differing
-from .functional import sel_forward
+from .init import shrink
 
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
 
 
 class SELOptimizer(Shadow, torch.optim.Optimizer):
     """Groups, steps and saved states of an optimizer of raw weights; a subclass moves them."""
+
+    _constructing = False  # True while torch's constructor adds the groups: weights wait until all have been checked
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if isinstance(defaults["curved"], bool):
+            raise ValueError(
+                f'curved={defaults["curved"]!r} stands in a group; the constructor takes "matrices", "all", "none" or a callable'
+            )
+        defaults = {**defaults, "sel_format": FORMAT}
+        check_group({**defaults, "params": []})
+        self._seen = {}
+        self._warned = set()
+        self._constructing = True
+        super().__init__(params, defaults)
+        del self._constructing
+        self._shrink(self.param_groups)
 
     # What a subclass adds to the shared step: its rule for curved and for plain parameters.
 
@@ -64,10 +74,10 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             >>> optimizer.add_param_group({"params": b.parameters(), "curved": False, "lr": 1e-2})
         """
         if isinstance(param_group, dict):
-            for key in param_group.keys() - self.defaults.keys() - {"params", "param_names"}:
-                near = difflib.get_close_matches(key, self.defaults, 1, cutoff=0.8)
-                if near:
-                    raise ValueError(f"a parameter group has the option {key!r}; did you mean {near[0]!r}?")
+            for key in sorted(param_group.keys() - self.defaults.keys() - {"params", "param_names"}):
+                # Keys that mean nothing to us are allowed, as in torch: a user's own and schedulers'.
+                if hint := near_names(key, self.defaults, cutoff=0.8):
+                    raise ValueError(f"a parameter group has no option {key}={param_group[key]!r}{hint}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -76,59 +86,67 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             if callable(group["curved"]):
                 group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
             if callable(group["beta"]):
-                group["beta"] = [check_beta(group["beta"](name, p), name) for _, p, name in members]
-            self._refuse(group, members)
-            if group["init"] == "mismatched":
-                self._shrink(group, members)
+                # Not asked about parameters that stay plain: it may count on a matrix.
+                group["beta"] = [
+                    check_beta(group["beta"](name, p), name) if self._choice(group, i, p) else "auto"
+                    for i, p, name in members
+                ]
+            self._refuse(group, [(p, name) for i, p, name in members if self._choice(group, i, p)])
+            if not self._constructing:
+                self._shrink([group])
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _refuse(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
-        """Options that a curved parameter cannot honour."""
+    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
+        """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
         if group["differentiable"]:
             raise ValueError(
                 f"differentiable=True is not supported by {type(self).__name__}; "
                 "seloptim.transform differentiates through steps, with torchopt"
             )
-        if group["curved"] in ("none", False) or (isinstance(group["curved"], list) and not any(group["curved"])):
-            return
-        if group["fused"]:
-            raise ValueError(
-                "fused=True is not available for curved parameters; leave fused=None, or use foreach=True to batch"
-            )
-        if group["capturable"]:
-            raise ValueError("capturable=True is not available for curved parameters; leave capturable=False")
-        for _, p, name in members:
-            candidate = p.is_floating_point() and (group["curved"] != "matrices" or p.dim() >= 2)
-            if candidate and p.dim() < group["batch_dims"]:
+        for p, name in candidates:
+            if group["fused"]:
                 raise ValueError(
-                    f"batch_dims={group['batch_dims']} needs more dimensions than parameter {name} has ({p.dim()})"
+                    f"fused=True is not available for curved parameters ({name}); leave fused=None, or use foreach=True to batch"
+                )
+            if group["capturable"]:
+                raise ValueError(
+                    f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
+                )
+            if p.dim() < group["batch_dims"]:
+                raise ValueError(
+                    f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
+                    "put it into a group with fewer batch_dims"
                 )
 
     @torch.no_grad()
-    def _shrink(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
+    def _shrink(self, groups: list[dict[str, Any]]) -> None:
         """The mismatched initialisation. What depends on the weights is decided before it, since it changes them."""
-        chosen = [self._is_curved(group, i, p, name) for i, p, name in members]
-        betas = [2.0] * len(members)
+        groups = [group for group in groups if group["init"] == "mismatched"]
         shrunk: list[tuple[Tensor, Tensor]] = []
-        for (i, p, name), is_curved in zip(members, chosen, strict=True):
-            if not is_curved:
-                continue
-            if p.is_meta:
-                raise ValueError(
-                    f"init='mismatched' needs the weights of parameter {name}, which is on the meta device"
-                )
-            betas[i] = self._resolve_beta(group, i, p, name)
-            scales = self._scale_init(group, betas[i])
-            try:
-                raw = _rule.inverse(p, scales, beta=betas[i], combine="congruent")
-            except ValueError as error:
-                raise ValueError(f"parameter {name}: {error}") from error
-            shrunk.append((p, sel_forward(raw, *scales.values(), beta=betas[i], combine="mismatched")))
+        decided: list[tuple[list[bool], list[float | str]]] = [([], []) for _ in groups]
+        for group, (curved, betas) in zip(groups, decided, strict=True):
+            for i, p, name in [(i, p, name) for g, i, p, name in self._members() if g is group]:
+                curved.append(self._is_curved(group, i, p, name))
+                betas.append("auto")
+                if not curved[-1]:
+                    continue
+                if p.is_meta:
+                    raise ValueError(
+                        f"init='mismatched' needs the weights of parameter {name}, which is on the meta device; "
+                        "materialise it before, or use init='preserve'"
+                    )
+                betas[-1] = beta = self._resolve_beta(group, i, p, name)
+                try:
+                    shrunk.append((p, shrink(p.detach(), *self._scale_init(group, beta).values(), beta=beta)))
+                except ValueError as error:
+                    raise ValueError(f"parameter {name}: {error}") from error
+        # Everything that can fail comes before the first write.
         for p, weight in shrunk:
             p.copy_(weight)
-        group["curved"], group["beta"] = chosen, betas
+        for group, (curved, betas) in zip(groups, decided, strict=True):
+            group["curved"], group["beta"] = curved, betas
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -220,6 +238,11 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         finally:
             handle.remove()
             self.__dict__.pop("_incoming", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch leaves the hooks out. All of __dict__ would be too much: schedulers put a patched step there.
+        hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
+        return {**super().__getstate__(), **hooks, "_warned": self._warned}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         incoming = self.__dict__.pop("_incoming", None)

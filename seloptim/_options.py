@@ -1,11 +1,13 @@
 """What the options of a group mean, their defaults and their checks: shared by every optimizer and transformation."""
 
+import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from . import _rule
 from ._rule import KINDS
+from .init import RULES
 from .schedule import scale_lr_multiplier
 
 SEL_DEFAULTS: dict[str, Any] = {
@@ -58,7 +60,9 @@ def learned_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def check_group(group: dict[str, Any]) -> None:
-    """Every SEL option of a group; mappings become plain dicts, so that a saved group holds only plain values."""
+    """Every SEL option of a group; all become plain values, so that torch.load(weights_only=True) reads a saved group."""
+    if "betas" in group:
+        check_betas(group["betas"])
     for name, allowed in CHOICES.items():
         if group[name] not in allowed:
             raise ValueError(f"Invalid {name}: {group[name]!r}; use one of {', '.join(map(repr, allowed))}")
@@ -73,7 +77,7 @@ def check_group(group: dict[str, Any]) -> None:
     if isinstance(beta, list) and len(beta) == len(group["params"]):
         group["beta"] = [check_beta(b, f"{i} of its group") for i, b in enumerate(beta)]
     elif not callable(beta):
-        check_beta(beta, None)
+        group["beta"] = check_beta(beta)
     for name in ("batch_dims", "residual_rank"):
         if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 0:
             raise ValueError(f"Invalid {name}: {group[name]!r}; use an int >= 0")
@@ -86,25 +90,28 @@ def check_group(group: dict[str, Any]) -> None:
     group["scale_lr"] = check_scale_lr(group["scale_lr"])
 
 
-def check_beta(beta: Any, name: str | None) -> Any:
+def check_beta(beta: Any, name: str | None = None) -> float | str:
     where = "" if name is None else f" for parameter {name}"
     if isinstance(beta, (tuple, list)):
         raise ValueError(f"beta is the curvature, one number, got {beta!r}{where}; did you mean betas={tuple(beta)!r}?")
-    if isinstance(beta, str):
-        if name is not None or beta not in ("auto", "width"):
-            raise ValueError(
-                f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
-            )
+    if isinstance(beta, str) and beta in RULES:
         return beta
     try:
         number = float(beta)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(beta, bool) or not 0 < number < math.inf:
+    if isinstance(beta, (bool, str)) or not 0 < number < math.inf:
         raise ValueError(
             f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
         )
     return number
+
+
+def check_betas(betas: Any) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(
+            f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?"
+        )
 
 
 def check_kinds(name: str, mapping: Any) -> None:
@@ -125,7 +132,7 @@ def check_scale_init(given: Any) -> dict[str, Any] | None:
         )
         if not fine:
             raise ValueError(f"Invalid scale_init for {kind}: {value!r}; use a finite number or 'beta'")
-    return dict(given)
+    return {kind: value if value == "beta" else float(value) for kind, value in given.items()}
 
 
 def check_scale_lr(given: Any) -> dict[str, Any] | None:
@@ -143,7 +150,7 @@ def check_scale_lr(given: Any) -> dict[str, Any] | None:
             raise ValueError(
                 f"Invalid scale_lr for {kind}: {value!r}; use None (frozen), a positive number or a pair (start, end) of them"
             )
-        checked[kind] = list(value) if isinstance(value, (tuple, list)) else value
+        checked[kind] = None if value is None else [float(v) for v in numbers]
     return checked
 
 
@@ -160,3 +167,8 @@ def scale_rates(group: dict[str, Any], done: float) -> list[float]:
         start, end = pair if isinstance(pair, (tuple, list)) else (pair, pair)
         rates.append(float(scale_lr_multiplier(start, end, group["anneal_steps"], done)))
     return rates
+
+
+def near_names(name: str, options: Iterable[str], cutoff: float = 0.6) -> str:
+    near = difflib.get_close_matches(name, options, 3, cutoff)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""

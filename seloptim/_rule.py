@@ -109,7 +109,8 @@ def create_state(
     _, rows, cols = matrix_shape(weight.shape, batch_dims)
     lead = tuple(weight.shape[:batch_dims])
     start = torch.tensor([scale_init[kind] for kind in KINDS], dtype=dtype, device=weight.device)
-    state: dict[str, Tensor | float] = {"step": torch.tensor(0.0)}
+    # On the host whatever the default device is, and never in the default dtype: a bfloat16 counter sticks at 256.
+    state: dict[str, Tensor | float] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
 
     vector = weight.dim() - batch_dims < 2
     if structure in ("scalar", "none"):
@@ -123,10 +124,9 @@ def create_state(
         state["scale_col"] = torch.ones((*lead, cols, len(KINDS)), dtype=dtype, device=weight.device)
     if residual_rank:
         # A private generator: creating an optimizer must not move the user's random numbers.
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn((*lead, residual_rank, cols), generator=generator, dtype=torch.float64) / math.sqrt(
-            cols or 1
-        )
+        generator = torch.Generator("cpu").manual_seed(seed)
+        shape = (*lead, residual_rank, cols)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") / math.sqrt(cols or 1)
         state["residual_b"] = torch.zeros((*lead, rows, residual_rank), dtype=dtype, device=weight.device)
         state["residual_a"] = noise.to(dtype=dtype, device=weight.device)
 
@@ -365,16 +365,16 @@ def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tens
     if max_exp_avg_sq is not None:
         torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
         exp_avg_sq = max_exp_avg_sq
-    if not isinstance(lr, Tensor) and lr == 0:
+    if is_zero(lr):
         return
     bias_correction1 = 1 - hyper.beta1**step
     bias_correction2_sqrt = (1 - hyper.beta2**step) ** 0.5
     step_size = lr / bias_correction1
     denom = (_sqrt(exp_avg_sq) / bias_correction2_sqrt).add_(hyper.eps)
-    if not isinstance(step_size, Tensor):
+    if on_host(step_size):
         if decay:
             value.mul_(1 - hyper.lr * decay)
-        value.addcdiv_(exp_avg, denom, value=-step_size)
+        value.addcdiv_(exp_avg, denom, value=-step_size)  # type: ignore[arg-type]
         return
     # A graph keeps the old value, which is overwritten below.
     old = value.clone() if decay and torch.is_grad_enabled() else value
@@ -389,6 +389,18 @@ def _sqrt(x: Tensor) -> Tensor:
         return x.sqrt()
     zero = x == 0
     return x.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
+
+
+def on_host(rate: float | Tensor) -> bool:
+    """Whether a rate can be read as one number without waiting for a device, and without compiling its value in."""
+    return not isinstance(rate, Tensor) or (
+        rate.dim() == 0 and rate.device.type == "cpu" and not torch.compiler.is_compiling()
+    )
+
+
+def is_zero(rate: float | Tensor) -> bool:
+    """Whether a rate is known on the host to be 0."""
+    return on_host(rate) and bool(rate == 0)
 
 
 def push(state: Views, curve: Curve) -> Tensor:

@@ -67,24 +67,26 @@ class Shadow:
         state = self.state.get(p)
         if state and "from_adam" not in state:
             return "raw" in state
-        choice = group["curved"]
-        if isinstance(choice, list):
-            choice = choice[i]
-        if choice in ("none", False) or not p.is_floating_point():
-            return False
-        if choice != "matrices":
-            return True
-        if p.dim() < 2:
-            return False
-        if p.is_meta:
-            return True
+        choice = self._choice(group, i, p)
+        if choice != "matrices" or p.is_meta:
+            return bool(choice)
         rms = _rms(p)
-        if rms > LARGEST_CURVED_RMS:
+        if LARGEST_CURVED_RMS < rms < math.inf:  # one that is not finite is refused by name when its state is made
             self._log_once(
                 f"{name}: not curved, its rms {rms:.3g} is above {LARGEST_CURVED_RMS}; curved=True in its group curves it"
             )
             return False
         return True
+
+    @staticmethod
+    def _choice(group: dict[str, Any], i: int, p: Tensor) -> bool | str:
+        """What the group says of a parameter: False, True, or "matrices" where its values will decide."""
+        choice = group["curved"][i] if isinstance(group["curved"], list) else group["curved"]
+        if choice in ("none", False) or not p.is_floating_point():
+            return False
+        if choice != "matrices":
+            return True
+        return choice if p.dim() >= 2 else False
 
     def _log_once(self, message: str) -> None:
         if message not in self._warned:
@@ -172,7 +174,9 @@ class Shadow:
 
     def _curve(self, p: Tensor, group: dict[str, Any]) -> Curve:
         learned = learned_kinds(group)
-        return Curve(self.state[p]["beta"], group["combine"], learned, "n" in learned or self._seen[p].has_n)
+        seen = self._seen.get(p)  # None in a copy or an unpickled optimizer that has taken no step yet
+        has_n = "n" in learned or (seen.has_n if seen else self._any_n(self.state[p]))
+        return Curve(self.state[p]["beta"], group["combine"], learned, has_n)
 
     def _remember(self, p: Tensor) -> None:
         """p is the map of its raw now."""
@@ -266,7 +270,7 @@ class Shadow:
                 for moment in _rule.MOMENTS:
                     if (key := _rule.moment_key(factor, moment)) in state:
                         state[key].zero_()
-        state[first].copy_(torch.tensor([start[kind] for kind in KINDS], dtype=state[first].dtype))
+        state[first].copy_(state[first].new_tensor([start[kind] for kind in KINDS]))
         try:
             raw = _rule.inverse(target, start, beta=float(curve.beta), combine=curve.combine)
         except ValueError as error:
@@ -432,10 +436,12 @@ def differing(weight: Tensor, mapped: Tensor) -> Tensor:
     """Where a weight is another than the map gives, beyond what another path's rounding explains (sel.md, section 7)."""
     unit = torch.finfo(mapped.dtype).eps
     slack = ULPS * unit * mapped.abs()
+    # Weights that diverged were not edited: what is not finite on both sides agrees too.
+    agree = (weight == mapped.to(weight.dtype)) | (weight.isnan() & mapped.isnan())
     if weight.dtype == mapped.dtype:
-        return ~((weight - mapped).abs() <= slack)
+        return ~(agree | ((weight - mapped).abs() <= slack))
     low, high = (mapped - slack).to(weight.dtype), (mapped + slack).to(weight.dtype)
-    return ~((weight >= low) & (weight <= high))
+    return ~(agree | ((weight >= low) & (weight <= high)))
 
 
 def _same_storage(seen: _Seen, p: Tensor) -> bool:

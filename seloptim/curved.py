@@ -1,6 +1,5 @@
 """Curved: any torch.optim class on the raw weights behind the parameters."""
 
-import difflib
 import inspect
 import warnings
 from collections import defaultdict
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 
 from . import _execute, _rule
-from ._base import FORMAT, SELOptimizer
-from ._options import SEL_DEFAULTS, scale_rates
+from ._base import SELOptimizer
+from ._options import SEL_DEFAULTS, near_names, scale_rates
 from ._rule import Hyper
 
 INNER = "inner_"  # in front of the optimizer_class's own keys in the state of a curved parameter
@@ -64,21 +63,11 @@ class Curved(SELOptimizer):
         _check_class(optimizer_class)
         sel_options = {key: options.pop(key, default) for key, default in SEL_DEFAULTS.items()}
         _check_options(optimizer_class, options)
-        if isinstance(sel_options["curved"], bool):
-            raise ValueError(
-                f'curved={sel_options["curved"]!r} stands in a group; the constructor takes "matrices", "all", "none" or a '
-                "callable"
-            )
         self.optimizer_class, self._options = optimizer_class, options
         defaults = self._make([torch.zeros(1, 1)]).defaults
         if "lr" not in defaults:
             raise TypeError(f"{optimizer_class.__name__} has no lr, whose multiples are the rates of the scales")
-        self._seen = {}
-        self._warned = set()
-        super().__init__(
-            params,
-            {**defaults, **sel_options, "sel_format": FORMAT, "optimizer_class": _full_name(optimizer_class)},
-        )
+        super().__init__(params, {**defaults, **sel_options, "optimizer_class": _full_name(optimizer_class)})
 
     def _make(self, params: Iterable[Any]) -> torch.optim.Optimizer:
         return self.optimizer_class(params, **self._options)
@@ -97,11 +86,6 @@ class Curved(SELOptimizer):
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        try:
-            self._make([{**_inner_options(group), "params": list(group["params"])}])
-        except BaseException:
-            self.param_groups.pop()
-            raise
         fastest = float(group["lr"]) * max(scale_rates(group, 0))
         if fastest > FASTEST_SCALE and group["curved"] not in ("none", False):
             warnings.warn(
@@ -110,13 +94,11 @@ class Curved(SELOptimizer):
                 stacklevel=2,
             )
 
-    def _refuse(self, group: dict[str, Any], *members: Any) -> None:
-        if group.get("differentiable"):
-            raise ValueError(
-                f"differentiable=True is not supported by {type(self).__name__}; "
-                "seloptim.transform differentiates through steps, with torchopt"
-            )
-        super()._refuse({**group, "fused": None, "capturable": False, "differentiable": False}, *members)
+    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
+        super()._refuse(
+            {**group, "differentiable": group.get("differentiable"), "fused": None, "capturable": None}, candidates
+        )
+        self._make([{**_inner_options(group), "params": list(group["params"])}])
 
     def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         super()._create(group, i, p, name)
@@ -283,6 +265,5 @@ def _check_options(optimizer_class: type, options: Mapping[str, Any]) -> None:
         return
     for name, value in options.items():
         if name not in known:
-            near = difflib.get_close_matches(name, [*SEL_DEFAULTS, *known], 3)
-            hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+            hint = near_names(name, [*SEL_DEFAULTS, *known])
             raise TypeError(f"Curved({optimizer_class.__name__}) has no option {name}={value!r}{hint}")

@@ -1,6 +1,5 @@
 """SELAdam and SELAdamW: torch.optim.Adam's interface over raw weights."""
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,10 +8,8 @@ from torch import Tensor
 from torch.optim.adam import Adam, adam
 
 from . import _execute
-from ._base import FORMAT, SELOptimizer
-from ._options import (
-    SEL_DEFAULTS,
-)
+from ._base import SELOptimizer
+from ._options import SEL_DEFAULTS, check_betas, near_names
 from ._rule import Hyper
 from .convert import from_adam
 
@@ -97,15 +94,10 @@ class SELAdam(SELOptimizer):
         check_edits: str = "tracked",
         **unknown: Any,
     ) -> None:
-        for name in unknown:
-            near = difflib.get_close_matches(name, [*SEL_DEFAULTS, *_ADAM_OPTIONS], 1)
-            raise TypeError(
-                f"{type(self).__name__} has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(
-                f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?"
-            )
+        for name, value in unknown.items():
+            hint = near_names(name, [*SEL_DEFAULTS, *_ADAM_OPTIONS]) or f"; it has Adam's and {', '.join(SEL_DEFAULTS)}"
+            raise TypeError(f"{type(self).__name__} has no option {name}={value!r}{hint}")
+        check_betas(betas)
         # torch's own constructor validates and normalises what is torch's own.
         adam_defaults = Adam(
             [torch.empty(0)],
@@ -135,13 +127,7 @@ class SELAdam(SELOptimizer):
             "residual_rank": residual_rank,
             "check_edits": check_edits,
         }
-        if isinstance(curved, bool):
-            raise ValueError(
-                f'curved={curved!r} stands in a group; the constructor takes "matrices", "all", "none" or a callable'
-            )
-        self._seen = {}
-        self._warned = set()
-        super().__init__(params, {**adam_defaults, **sel_defaults, "sel_format": FORMAT})
+        super().__init__(params, {**adam_defaults, **sel_defaults})
 
     def _step_curved(self, group: dict[str, Any], params: list[Tensor]) -> None:
         items = self._items(group, params)
