@@ -81,7 +81,7 @@ def train_numpy(loss: LossAndGradients, x: Array, y: Labels, epochs: int, lr: fl
     return w
 
 
-def train_fused(x: Array, y: Labels, epochs: int, lr: float = 0.02) -> Array:
+def train_fused(x: Array, y: Labels, epochs: int, lr: float = 2e-3) -> Array:
     from seloptim.optimizer import SELAdam
 
     torch.manual_seed(0)
@@ -107,12 +107,12 @@ def draw(weights: dict[str, Array], path: str) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(len(weights), 10, figsize=(10, 1.2 * len(weights)), squeeze=False)
-    for row, (name, w) in zip(axes, weights.items(), strict=True):
-        limit = np.abs(w[:64]).max()
+    for i, (row, (name, w)) in enumerate(zip(axes, weights.items(), strict=True)):
+        limit = np.quantile(np.abs(w[:64]), 0.98)  # single pixels on the edge would leave the rest pale
         for digit, ax in enumerate(row):
             ax.imshow(w[:64, digit].reshape(8, 8), cmap="RdBu_r", vmin=-limit, vmax=limit)
             ax.set(xticks=[], yticks=[])
-            if row is axes[0]:
+            if i == 0:
                 ax.set_title(str(digit))
         row[0].set_ylabel(name)
     figure.tight_layout()

@@ -29,6 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from seloptim import SELAdam, linear_cross_entropy, param_groups
+from seloptim.tensorboard import log_scales
 
 try:
     from tqdm import tqdm
@@ -436,6 +437,8 @@ def log(runs, writers, step):
         writer.add_scalar("loss/train", history["train"][-1], step)
         if history["val"][-1][0] == step:
             writer.add_scalar("loss/val", history["val"][-1][1], step)
+            if name == "sel":
+                log_scales(writer, runs[name].optimizer, step)
 
 
 # ---------------------------------------------------------------------------------------------------- flags

@@ -7,13 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule
 from ._options import SEL_DEFAULTS, check_beta, check_group, near_names, scale_rates
 from ._shadow import Shadow, differing
+from .convert import as_step, check_layout
 from .init import shrink
 
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
+
+EXECUTION = {"foreach", "capturable", "differentiable", "fused"}
 
 
 class SELOptimizer(Shadow, torch.optim.Optimizer):
@@ -35,12 +39,27 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         del self._constructing
         self._shrink(self.param_groups)
 
-    # What a subclass adds to the shared step: its rule for curved and for plain parameters.
+    # What a subclass adds: how it steps curved and plain parameters, and what a saved state of its kind looks like.
 
     def _step_curved(self, group: dict[str, Any], params: list[Tensor]) -> None:
         raise NotImplementedError
 
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
+        raise NotImplementedError
+
+    def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
+        raise NotImplementedError
+
+    def _check_saved_group(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
+        raise NotImplementedError
+
+    def _reinstall_plain(self, p: Tensor, saved: dict[str, Any], ours: bool) -> None:
         raise NotImplementedError
 
     def _items(self, group: dict[str, Any], params: list[Tensor]) -> list[_execute.Item]:
@@ -57,6 +76,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
             view, curve = self._views(p, group), self._curve(p, group)
             items.append(_execute.Item(p, p.grad, view, curve, done + 1, slope, rates[key]))
+            # Until the step is through, only the values can tell where an interruption has left p and raw.
+            self._seen[p] = self._seen[p]._replace(version=-1)
         return items
 
     # ------------------------------------------------------------------------------------------------------------ groups
@@ -188,13 +209,14 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             kind = plain
             if self._is_curved(group, i, p, name):
                 kind = curved
-                if not self._has_raw(p):
-                    self._create(group, i, p, name)
-                else:
-                    self._check_edit(group, i, p, name)
+                self._settle(group, i, p, name)
+            else:
+                self._settle_plain(group, p)
             if not kind or kind[-1][0] is not group:
                 kind.append((group, []))
             kind[-1][1].append(p)
+        if self._only_creates(with_grad):
+            return loss
         for group, params in curved:
             self._step_curved(group, params)
         for group, params in plain:
@@ -205,15 +227,22 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch.optim.Optimizer.state_dict: tensors and plain numbers, under the names of docs/math.md.
 
-        State that does not exist yet is created, for every curved parameter that requires grad and has values.
+        State that does not exist yet is created, for every parameter that requires grad and has values, and edits that can be
+        seen (`check_edits`) are taken into it: what is saved is the model as it is.
 
         Example:
             >>> from seloptim import SELAdam
             >>> optimizer = SELAdam(torch.nn.Linear(2, 2).parameters())
             >>> sorted(optimizer.state_dict()["state"][0])[:4]
-            ['beta', 'exp_avg', 'exp_avg_sq', 'mean_slope']
+            ['beta', 'exp_avg', 'exp_avg_sq', 'initial_rms']
         """
-        self._ensure_all()
+        for group, i, p, name in self._members():
+            if p.is_meta or not (p.requires_grad or self._has_raw(p)):
+                continue
+            if self._is_curved(group, i, p, name):
+                self._settle(group, i, p, name)
+            else:
+                self._settle_plain(group, p)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -231,6 +260,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             >>> optimizer, other = SELAdam(model.parameters()), SELAdam(model.parameters())
             >>> other.load_state_dict(optimizer.state_dict())
         """
+        if not isinstance(state_dict, Mapping):
+            check_layout(state_dict)
         # Runs behind the user's pre-hooks, whose result is what must be loaded.
         handle = self.register_load_state_dict_pre_hook(_keep_incoming)
         try:
@@ -245,56 +276,60 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         return {**super().__getstate__(), **hooks, "_warned": self._warned}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Both halves of torch's design meet here: a loaded state_dict, and an unpickled or copied optimizer."""
         incoming = self.__dict__.pop("_incoming", None)
-        groups_before = self.__dict__.get("param_groups", [])
+        if incoming is None:
+            super().__setstate__(state)
+            self._seen = {}
+            for hooks in (value for key, value in self.__dict__.items() if key.endswith("_hooks")):
+                # Ids are counted in the process: the next hook must not replace an unpickled one.
+                RemovableHandle.next_id = max(RemovableHandle.next_id, *(key + 1 for key in hooks), 0)
+            for group in self.param_groups:
+                group.update({**SEL_DEFAULTS, **self.defaults, **group})
+            return
+        before = self.state, self.param_groups, self._seen
         super().__setstate__(state)
-        self.__dict__.setdefault("_warned", set())
         self._seen = {}
-        for k, group in enumerate(self.param_groups):
-            live = groups_before[k] if incoming is not None else {}
-            for key in (*self.defaults, *SEL_DEFAULTS):
-                if key not in group:
-                    group[key] = live.get(key, self.defaults.get(key, SEL_DEFAULTS.get(key)))
-        if incoming is not None:
+        try:
+            for live, group in zip(before[1], self.param_groups, strict=True):
+                group.update(_merged(live, group))
             self._reinstall(incoming)
+        except BaseException:
+            self.state, self.param_groups, self._seen = before
+            raise
 
     def _check_incoming(self, state_dict: dict[str, Any]) -> None:
         """Everything that can be wrong with a saved state, before anything changes."""
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError('not an optimizer state: expected the keys "state" and "param_groups" of a state_dict()')
-        live = {id(group): [] for group in self.param_groups}
-        for group, _, p, name in self._members():
-            live[id(group)].append((p, name))
-        for k, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
-            members = live[id(group)]
-            if len(members) != len(saved["params"]):
-                return  # torch's own error says so
+        check_layout(state_dict)
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            return  # torch's own error says so
+        _check_names(self.param_groups, groups)
+        members = self._members()
+        for live, saved in zip(self.param_groups, groups, strict=True):
             version = saved.get("sel_format", FORMAT)
-            if version > FORMAT:
+            if not isinstance(version, int) or version > FORMAT:
                 raise ValueError(
                     f"the state has format {version}, this seloptim reads up to {FORMAT}; upgrade seloptim to load it"
                 )
-            if "param_names" in group and "param_names" in saved:
-                have = [_bare(name) for name in group["param_names"]]
-                want = [_bare(name) for name in saved["param_names"]]
-                if have != want and sorted(have) == sorted(want):
-                    at = next(i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b)
+            merged = _merged(live, saved)
+            self._check_saved_group(merged)
+            check_group(merged)
+            for saved_id in saved["params"]:
+                _, _, p, name = next(members)
+                state = state_dict["state"].get(saved_id)
+                if not state:
+                    continue
+                reason = self._saved_fault(state, p, merged["batch_dims"])
+                if reason:
                     raise ValueError(
-                        f"group {k} has the saved names in another order: position {at} is {have[at]!r} here and {want[at]!r} in the "
-                        "state; loading is by position, build the optimizer with the parameters in the saved order"
+                        f"parameter {name} has shape {tuple(p.shape)}, but {reason}: "
+                        "the state belongs to another model, another order of parameters or another optimizer"
                     )
-            for (p, name), saved_id in zip(members, saved["params"], strict=True):
-                for key in ("raw", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                    value = state_dict["state"].get(saved_id, {}).get(key)
-                    if isinstance(value, Tensor) and value.shape != p.shape:
-                        raise ValueError(
-                            f"parameter {name} has shape {tuple(p.shape)}, its saved {key} {tuple(value.shape)}: "
-                            "the state belongs to another model or another order of parameters"
-                        )
 
     @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
-        """Put the saved tensors back in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
+        """Copies of the saved tensors in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
         saved_ids = [(k, "sel_format" in group) for group in incoming["param_groups"] for k in group["params"]]
         moved: list[tuple[str, float]] = []
         for (saved_id, ours), (group, _, p, name) in zip(saved_ids, self._members(), strict=True):
@@ -302,16 +337,13 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             if not saved:
                 continue
             if "raw" not in saved:
-                if not ours and "exp_avg" in saved:
-                    self._mark_adam(saved, group, p)
+                self._reinstall_plain(p, saved, ours)
                 continue
-            dtype = _rule.state_dtype(p.dtype)
+            state, dtype = self.state[p], _rule.state_dtype(p.dtype)
             for key, value in saved.items():
-                if isinstance(value, Tensor) and key == "step":
-                    self.state[p][key] = value.detach().clone()
-                elif isinstance(value, Tensor):
-                    self.state[p][key] = value.detach().to(p.device, dtype, copy=True).contiguous()
-            self._remember(p)
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.detach().to(p.device, dtype, copy=True)
+            state["step"] = as_step(saved["step"])
             change = self._restore(group, p)
             if change > 0:
                 moved.append((name, change))
@@ -324,31 +356,51 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             )
 
     def _restore(self, group: dict[str, Any], p: Tensor) -> float:
-        """p <- map(raw) where the two differ; the largest change."""
+        """p <- map(raw), whole, where the two differ anywhere; the largest change."""
         if p.is_meta:
             return 0.0
-        mapped = _rule.push(self._views(p, group), self._curve(p, group)).view(p.shape)
+        curve = self._curve(p, group)
+        mapped = _rule.push(self._views(p, group), curve).view(p.shape)
         differs = differing(p, mapped)
-        if not bool(differs.any()):
-            return 0.0
-        change = float((p[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
-        p.copy_(torch.where(differs, mapped.to(p.dtype), p))
-        self._remember(p)
+        change = 0.0
+        if bool(differs.any()):
+            change = float((p[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
+            p.copy_(mapped)
+        self._remember(p, curve.has_n)
         return change
 
-    def _mark_adam(self, saved: dict[str, Any], group: dict[str, Any], p: Tensor) -> None:
-        """Keep a state that torch.optim.Adam saved, in its own dtype, until the parameter's curved state is needed.
 
-        Its weights may be loaded after the optimizer, so that the slopes are not known yet.
-        """
-        for key, value in saved.items():
-            if isinstance(value, Tensor):
-                self.state[p][key] = value.detach().clone() if key == "step" else value.detach().to(p.device, copy=True)
-        self.state[p]["from_adam"] = 1
+def _check_names(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Loading is by position: a name that stands at another one would get another parameter's state."""
+    here, there = _names(live), _names(saved)
+    if here is None or there is None:
+        return
+    for at, (mine, theirs) in enumerate(zip(here, there, strict=True)):
+        if mine != theirs and (mine in there or theirs in here):
+            raise ValueError(
+                f"the saved names stand in another order: position {at} is {mine!r} here and {theirs!r} in the state; loading is "
+                "by position, build the optimizer with the parameters in the saved order"
+            )
 
 
-def _bare(name: str) -> str:
-    return name.replace("module.", "").replace("_orig_mod.", "")
+def _names(groups: list[dict[str, Any]]) -> list[str] | None:
+    """The parameters' names without what wrappers put in front; None where not all are named."""
+    names: list[str] = []
+    for group in groups:
+        # torch.distributed.checkpoint sorts `params`, which are names then, and not `param_names`.
+        given = group["params"] if all(isinstance(p, str) for p in group["params"]) else group.get("param_names")
+        if given is None or len(given) != len(group["params"]):
+            return None
+        names += (".".join(part for part in name.split(".") if part not in ("module", "_orig_mod")) for name in given)
+    return names
+
+
+def _merged(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group's options over the live group's. What belongs to the live optimizer stays: parameters, their names,
+    and, where another optimizer saved the group, how steps are executed."""
+    own = {"params", "param_names"} | (set() if "sel_format" in saved else EXECUTION)
+    kept = {key: value for key, value in live.items() if key in own or key not in saved}
+    return {**saved, **kept, "sel_format": FORMAT}
 
 
 def _keep_incoming(optimizer: Any, state_dict: dict[str, Any]) -> None:

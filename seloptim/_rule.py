@@ -10,7 +10,7 @@ operation, so that the degenerate map (weight = raw) reproduces it bit for bit.
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -138,9 +138,61 @@ def create_state(
                 state[key] = torch.zeros_like(state[name])  # type: ignore[arg-type]
     state["beta"] = beta
     slope, _ = sel_derivatives(state["raw"], *scale_init.values(), beta=beta, combine=combine, kinds=())
-    mean_slope = float(slope.abs().mean(dtype=torch.float64)) if weight.numel() else 1.0
-    state["mean_slope"] = mean_slope if mean_slope > 0 else 1.0
+    mean_slope = float(slope.abs().mean(dtype=torch.float64))
+    state["mean_slope"] = mean_slope if mean_slope > 0 else 1.0  # NaN without elements
     return state
+
+
+def state_fault(
+    state: Mapping[str, Any], shape: torch.Size, batch_dims: int, raw_has_moments: bool = True
+) -> str | None:
+    """Why a saved state cannot be that of a curved parameter of this shape; None where it can."""
+
+    def describe(value: Any) -> str:
+        return f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the value {value!r}"
+
+    def expect(key: str, *shapes: tuple[int, ...]) -> str | None:
+        value = state.get(key)
+        fine = (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.layout == torch.strided
+            and tuple(value.shape) in shapes
+        )
+        return None if fine else f"its saved {key} has {describe(value)}, not the shape {' or '.join(map(str, shapes))}"
+
+    _, rows, cols = matrix_shape(shape, batch_dims)
+    lead = tuple(shape[:batch_dims])
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "raw": (tuple(shape),),
+        "scale_row": ((*lead, rows, len(KINDS)), (*lead, 1, len(KINDS))),
+        "scale_col": ((*lead, cols, len(KINDS)),),
+    }
+    if "residual_b" in state or "residual_a" in state:
+        b = state.get("residual_b")
+        rank = b.shape[-1] if isinstance(b, Tensor) and b.dim() else 0
+        shapes |= {"residual_b": ((*lead, rows, rank),), "residual_a": ((*lead, rank, cols),)}
+    if "scale_row" not in state and "scale_col" not in state:
+        return "its saved state has no scales"
+    for name, allowed in shapes.items():
+        if name.startswith("scale") and name not in state:
+            continue
+        reason = expect(name, *allowed)
+        for moment in MOMENTS if raw_has_moments or name != "raw" else ():
+            key = moment_key(name, moment)
+            if not reason and (moment != "max_exp_avg_sq" or key in state):
+                reason = expect(key, tuple(state[name].shape))
+        if reason:
+            return reason
+    step = state.get("step")
+    number = step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))
+    if not number:
+        return f"its saved step has {describe(step)}, not one number"
+    for key in ("beta", "mean_slope"):
+        value = state.get(key)
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            return f"its saved {key} has {describe(value)}, not a positive number"
+    return None
 
 
 def inverse(
@@ -403,10 +455,31 @@ def is_zero(rate: float | Tensor) -> bool:
     return on_host(rate) and bool(rate == 0)
 
 
+def undo(slot: Slot, hyper: Hyper, step: float, lr: float | Tensor, decay: float = 0.0) -> Tensor:
+    """The value before the update that `step` counts, to rounding: update() run backwards, from the moments that it left."""
+    value, exp_avg, exp_avg_sq, max_exp_avg_sq = slot
+    if not isinstance(lr, Tensor) and lr == 0:
+        return value
+    second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq
+    denom = (second.sqrt() / (1 - hyper.beta2**step) ** 0.5).add_(hyper.eps)
+    step_size = lr / (1 - hyper.beta1**step)
+    before = value + exp_avg * step_size / denom
+    if decay:
+        before = before / (1 - hyper.lr * decay)
+    return torch.where(step_size == 0, value, before) if isinstance(step_size, Tensor) else before
+
+
 def push(state: Views, curve: Curve) -> Tensor:
     """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A."""
     scales = patterns(*factors(state), curve)
     weight = sel_forward(state.raw.value, *scales, beta=1.0, combine=curve.combine)
-    if state.residual_b is not None and state.residual_a is not None:
-        weight = weight + state.residual_b.value @ state.residual_a.value
-    return weight
+    low_rank = residual(state)
+    return weight if low_rank is None else weight + low_rank
+
+
+def residual(state: Views) -> Tensor | None:
+    """B @ A where there is one, in its own precision also where the caller is under autocast."""
+    if state.residual_b is None or state.residual_a is None:
+        return None
+    with torch.autocast(state.raw.value.device.type, enabled=False):
+        return state.residual_b.value @ state.residual_a.value

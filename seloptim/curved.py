@@ -151,19 +151,23 @@ class Curved(SELOptimizer):
                 raw.copy_(before)  # there are classes that move at lr = 0 (Rprop, ASGD)
             for item, blocks in zip(items, pulled, strict=True):
                 _execute.push(item, hyper, blocks)
-        for p in params:
+        for p, item in zip(params, items, strict=True):
             state = self.state[p]
             state.update({INNER + key: value for key, value in states[state["raw"]].items()})
             state["step"] += 1
-            self._remember(p)
+            self._remember(p, item.curve.has_n)
 
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """optimizer_class as it is, for the parameters of a group that are not curved."""
-        options = _inner_options(group)
-        for p in params:
-            if not self.state[p]:
-                self.state[p].update(self._make([{**options, "params": [p]}]).state.get(p, {}))
-        self.state.update(self._run([{**options, "params": params}], {p: self.state[p] for p in params}))
+        states = {p: self.state[p] for p in params}
+        self.state.update(self._run([{**_inner_options(group), "params": params}], states))
+
+    def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
+        if not self.state[p]:
+            self.state[p].update(self._make([{**_inner_options(group), "params": [p]}]).state.get(p, {}))
+
+    def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
+        return False  # a first step at lr = 0 makes and counts what optimizer_class makes and counts
 
     def _run(
         self, groups: list[dict[str, Any]], states: Mapping[Tensor, dict[str, Any]]
@@ -185,7 +189,7 @@ class Curved(SELOptimizer):
     # -------------------------------------------------------------------------------------------------- saving, loading
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"optimizer_class": self.optimizer_class, "_options": self._options}
+        return {**super().__getstate__(), "optimizer_class": self.optimizer_class, "_options": self._options}
 
     def _check_incoming(self, state_dict: dict[str, Any]) -> None:
         groups = state_dict.get("param_groups", []) if isinstance(state_dict, Mapping) else []
@@ -198,17 +202,28 @@ class Curved(SELOptimizer):
                 )
         super()._check_incoming(state_dict)
 
+    def _check_saved_group(self, group: dict[str, Any]) -> None:
+        self._make([{**_inner_options(group), "params": [torch.zeros(1, 1)]}])
+
+    def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
+        return _rule.state_fault(state, p.shape, batch_dims, raw_has_moments=False) if "raw" in state else None
+
     @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
         super()._reinstall(incoming)
         saved_ids = [k for group in incoming["param_groups"] for k in group["params"]]
-        for saved_id, (group, _, p, _) in zip(saved_ids, self._members(), strict=True):
+        for saved_id, (_, _, p, _) in zip(saved_ids, self._members(), strict=True):
             saved = incoming["state"].get(saved_id, {})
-            for key, value in saved.items():
-                if isinstance(value, Tensor) and (key.startswith(INNER) or "raw" not in saved):
-                    # As the class made it: in its own dtype, and a counter where torch.optim.Optimizer puts one.
-                    counts = key.removeprefix(INNER) == "step" and not (group.get("capturable") or group.get("fused"))
-                    self.state[p][key] = value.detach().to(value.device if counts else p.device, copy=True)
+            if "raw" in saved:
+                self._reinstall_plain(p, {key: value for key, value in saved.items() if key.startswith(INNER)}, True)
+
+    def _reinstall_plain(self, p: Tensor, saved: dict[str, Any], ours: bool) -> None:
+        """As optimizer_class made it: in its own dtype, and a counter where torch.optim.Optimizer puts one."""
+        group, _, _ = self._find(p)
+        for key, value in saved.items():
+            if isinstance(value, Tensor):
+                counts = key.removeprefix(INNER) == "step" and not (group.get("capturable") or group.get("fused"))
+                self.state[p][key] = value.detach().to(value.device if counts else p.device, copy=True)
 
 
 def _inner_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -206,7 +206,7 @@ def _consume(
         if dense is not None:
             tile.addcmul_(dense, coeff, value=-1)
         if onehot is not None:
-            tile.scatter_add_(1, target, -coeff * onehot)
+            tile.scatter_(1, target, tile.gather(1, target) - coeff * onehot)  # deterministic on a GPU as well
         if slope is not None:
             tile.mul_(slope)
     return loss.squeeze(1), logsumexp.squeeze(1), hits
@@ -221,7 +221,7 @@ def _evaluate(
 ) -> _Evaluated:
     """The loss, and the gradients named in `needs` of sum_i upstream_i loss_i (upstream: (N,), () or None for 1)."""
     device = operands.hidden.device
-    if torch.is_autocast_enabled(device.type):
+    if torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type):
         with torch.autocast(device.type, enabled=False):
             return _sweep(operands, rule, needs, upstream, overwrite, torch.get_autocast_dtype(device.type))
     return _sweep(operands, rule, needs, upstream, overwrite, None)
@@ -530,7 +530,7 @@ _compiled.register_autograd(_compiled_grads, setup_context=_compiled_setup)
 
 
 def _refuse_distributed(name: str, x: Tensor) -> None:
-    if any(kind.__name__ == "DTensor" for kind in type(x).__mro__):
+    if hasattr(x, "full_tensor"):  # by this method: importing DTensor to ask takes longer than importing all of this
         raise TypeError(
             f"{name} is a DTensor: a softmax over a shard of the vocabulary would be wrong. "
             "Pass full_tensor(), or gather the parameter first"
@@ -541,14 +541,18 @@ def _check_operand(name: str, x: Tensor) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     _refuse_distributed(name, x)
-    if x.layout != torch.strided or not x.is_floating_point():
-        raise TypeError(f"{name} must be a dense floating-point tensor, got {x.dtype} with layout {x.layout}")
+    if x.layout != torch.strided or x.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        raise TypeError(
+            f"{name} must be a dense tensor of float16, bfloat16, float32 or float64, got {x.dtype} with layout {x.layout}"
+        )
 
 
 def _check_constant(name: str, x: Tensor, shape: tuple[int, ...]) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     _refuse_distributed(name, x)
+    if x.is_complex() or x.layout != torch.strided:
+        raise TypeError(f"{name} must be a dense real tensor, got {x.dtype} with layout {x.layout}")
     if x.requires_grad and torch.is_grad_enabled():
         raise RuntimeError(f"{name} requires grad, but the fused loss has no gradient for it; pass {name}.detach()")
     if tuple(x.shape) != shape:
@@ -595,7 +599,7 @@ def _call(
     if not isinstance(target, Tensor):
         raise TypeError(f"target must be a tensor, got {type(target).__name__}")
     soft = target.is_floating_point()
-    if not soft and (target.dtype == torch.bool or target.is_complex()):
+    if target.dtype == torch.bool:
         raise TypeError(f"target must hold class indices (integers) or probabilities (floats), got {target.dtype}")
     _check_constant("target", target, (*lead, classes) if soft else lead)
     if soft and ignore_index != -100:

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 from torch.optim.adam import Adam, adam
 
-from . import _execute
+from . import _execute, _rule
 from ._base import SELOptimizer
-from ._options import SEL_DEFAULTS, check_betas, near_names
+from ._options import SEL_DEFAULTS, check_betas, near_names, scale_rates
 from ._rule import Hyper
-from .convert import from_adam
+from ._stats import LastStep
+from .convert import ADAM_OPTIONS, adam_fault, from_adam
 
 
 class SELAdam(SELOptimizer):
@@ -95,7 +96,7 @@ class SELAdam(SELOptimizer):
         **unknown: Any,
     ) -> None:
         for name, value in unknown.items():
-            hint = near_names(name, [*SEL_DEFAULTS, *_ADAM_OPTIONS]) or f"; it has Adam's and {', '.join(SEL_DEFAULTS)}"
+            hint = near_names(name, [*SEL_DEFAULTS, *ADAM_OPTIONS]) or f"; it has Adam's and {', '.join(SEL_DEFAULTS)}"
             raise TypeError(f"{type(self).__name__} has no option {name}={value!r}{hint}")
         check_betas(betas)
         # torch's own constructor validates and normalises what is torch's own.
@@ -134,9 +135,33 @@ class SELAdam(SELOptimizer):
         batched = group["foreach"] if group["foreach"] is not None else params[0].device.type != "cpu"
         with torch.autocast(params[0].device.type, enabled=False):
             _execute.run(items, _hyper(group), batched=batched)
-        for p in params:
+        for p, item in zip(params, items, strict=True):
             self.state[p]["step"] += 1
-            self._remember(p)
+            self._remember(p, item.curve.has_n)
+
+    def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
+        """Whether this is a step that torch.distributed.checkpoint takes to have state created: at lr = 0, with zero gradients.
+
+        Such a first step is not counted, since without a checkpoint it would not have been taken.
+        """
+        return all(
+            not (isinstance(group["lr"], float) and group["lr"])
+            and float(self.state[p]["step"]) == 0
+            and float(group["lr"]) == 0
+            for group, _, p, _ in members
+        ) and not any(bool(p.grad.any()) for _, _, p, _ in members if p.grad is not None)
+
+    def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
+        """State of a parameter that is not curved, as torch.optim.Adam makes it, where p lives now."""
+        state = self.state[p]
+        if state:
+            state.pop("from_adam", None)
+            self._follow(p)
+            return
+        on_device = group["capturable"] or group["fused"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+        for moment in _rule.MOMENTS if group["amsgrad"] else _rule.MOMENTS[:2]:
+            state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """torch.optim.Adam, by torch's own functions, for the parameters of a group that are not curved."""
@@ -161,18 +186,36 @@ class SELAdam(SELOptimizer):
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
 
+    def _last_step(self, group: dict[str, Any], p: Tensor) -> LastStep | None:
+        state = self.state[p]
+        step = float(state["step"])
+        if step == 0:
+            return None
+        slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
+        rates = torch.tensor(scale_rates(group, step - 1), dtype=state["raw"].dtype, device=p.device)
+        return LastStep(_hyper(group), step, slope, rates)
+
+    def _check_saved_group(self, group: dict[str, Any]) -> None:
+        _check_adam_options(group)
+
+    def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
+        return (_rule.state_fault if "raw" in state else adam_fault)(state, p.shape, batch_dims)
+
+    def _reinstall_plain(self, p: Tensor, saved: dict[str, Any], ours: bool) -> None:
+        state = self.state[p]
+        for key, value in saved.items():
+            if isinstance(value, Tensor) and key != "step":
+                state[key] = value.detach().to(p.device, copy=True)
+        # torch has put the step where capturable and fused want it.
+        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).detach().clone()
+        if not ours:
+            state["from_adam"] = 1  # slopes are known when the weights are: they may be loaded later
+
     def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         adam_state = self.state.get(p)
         super()._create(group, i, p, name)
         if adam_state and "from_adam" in adam_state:
             from_adam(adam_state, self.state[p], self._slope(p, group))
-
-    @torch.no_grad()
-    def _slopes(self) -> list[tuple[Tensor, Tensor | None]]:
-        """(p, slope in p's shape, or None where p is not curved) by position in the state_dict."""
-        return [
-            (p, self._slope(p, group) if "raw" in self.state.get(p, {}) else None) for group, _, p, _ in self._members()
-        ]
 
 
 class SELAdamW(SELAdam):
@@ -226,21 +269,6 @@ class SELAdamW(SELAdam):
         )
 
 
-_ADAM_OPTIONS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "amsgrad",
-    "maximize",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-)
-
-
 def _hyper(group: dict[str, Any]) -> Hyper:
     beta1, beta2 = (float(b) for b in group["betas"])
     lr = group["lr"]
@@ -256,3 +284,16 @@ def _hyper(group: dict[str, Any]) -> Hyper:
         group["amsgrad"],
         group["maximize"],
     )
+
+
+def _check_adam_options(group: Mapping[str, Any]) -> None:
+    """torch's own checks of what a saved group holds of Adam's options."""
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas!r}; use a pair of numbers")
+    if not isinstance(group["lr"], (int, float, Tensor)):
+        raise ValueError(f"Invalid learning rate: {group['lr']!r}; use a number or a tensor")
+    try:
+        Adam([torch.empty(0)], 1e-3, tuple(betas), group["eps"], group["weight_decay"])
+    except TypeError as error:
+        raise ValueError(f"Invalid options in the saved group: {error}") from error

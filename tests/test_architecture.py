@@ -23,7 +23,7 @@ MAY_KNOW: dict[str, set[str]] = {
     "_stats": {"functional", "_rule"},
     "_options": {"init", "schedule", "_rule"},
     "_shadow": {"functional", "init", "_rule", "_execute", "_stats", "_options"},
-    "_base": {"init", "_rule", "_execute", "_options", "_shadow", "_stats"},
+    "_base": {"init", "_rule", "_execute", "_options", "_shadow", "convert"},
     "optimizer": {"_rule", "_execute", "_options", "_base", "_stats", "convert"},
     "groups": set(),
     "transform": {"functional", "init", "schedule", "_rule", "_options"},
