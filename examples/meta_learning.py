@@ -70,7 +70,7 @@ def plot(path, before, after, history):
     figure, axes = plt.subplots(1, 3, figsize=(13, 3.8), layout="constrained")
     for name, found in (("before meta-training", before), ("after meta-training", after)):
         axes[0].plot(found[1], marker="o", label=name)
-    axes[0].set(xlabel="inner steps", ylabel="accuracy", title="New images")
+    axes[0].set(xticks=range(INNER_STEPS + 1), xlabel="inner steps", ylabel="accuracy", title="New images")
     axes[0].legend()
     axes[1].plot([loss for loss, _ in history])
     axes[1].set(xlabel="meta-steps", ylabel="loss behind the inner loop", title="Meta-training")
@@ -105,7 +105,7 @@ def main(argv=None):
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, WAYS))
     params = dict(model.named_parameters())
     rates = {kind: torch.tensor(rate).log().requires_grad_() for kind, rate in (("e", 3.0), ("l", 3.0), ("m", 0.1))}
-    meta = torch.optim.Adam([{"params": params.values(), "lr": 5e-3}, {"params": rates.values(), "lr": 0.05}])
+    meta = torch.optim.Adam([{"params": params.values(), "lr": 2e-3}, {"params": rates.values(), "lr": 0.02}])
 
     before = evaluate(model, params, rates, test_tasks)
     history = []
@@ -114,6 +114,7 @@ def main(argv=None):
         loss = torch.stack([adapt(model, params, rates, task)[0][-1] for task in tasks]).mean()
         meta.zero_grad()
         loss.backward()
+        torch.nn.utils.clip_grad_norm_([*params.values(), *rates.values()], 1.0)
         meta.step()
         history.append((loss.item(), {kind: rate.exp().item() for kind, rate in rates.items()}))
     after = evaluate(model, params, rates, test_tasks)
