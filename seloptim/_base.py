@@ -313,8 +313,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                     f"the state has format {version}, this seloptim reads up to {FORMAT}; upgrade seloptim to load it"
                 )
             merged = _merged(live, saved)
-            self._check_saved_group(merged)
             check_group(merged)
+            self._check_saved_group(merged)
             for saved_id in saved["params"]:
                 _, _, p, name = next(members)
                 state = state_dict["state"].get(saved_id)

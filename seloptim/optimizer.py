@@ -199,7 +199,7 @@ class SELAdam(SELOptimizer):
         _check_adam_options(group)
 
     def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
-        return (_rule.state_fault if "raw" in state else adam_fault)(state, p.shape, batch_dims)
+        return _rule.state_fault(state, p.shape, batch_dims) if "raw" in state else adam_fault(state, p.shape)
 
     def _reinstall_plain(self, p: Tensor, saved: dict[str, Any], ours: bool) -> None:
         state = self.state[p]
@@ -215,7 +215,7 @@ class SELAdam(SELOptimizer):
         adam_state = self.state.get(p)
         super()._create(group, i, p, name)
         if adam_state and "from_adam" in adam_state:
-            from_adam(adam_state, self.state[p], self._slope(p, group))
+            from_adam(adam_state, self.state[p], self._views(p, group), self._curve(p, group))
 
 
 class SELAdamW(SELAdam):
@@ -288,12 +288,9 @@ def _hyper(group: dict[str, Any]) -> Hyper:
 
 def _check_adam_options(group: Mapping[str, Any]) -> None:
     """torch's own checks of what a saved group holds of Adam's options."""
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas!r}; use a pair of numbers")
     if not isinstance(group["lr"], (int, float, Tensor)):
         raise ValueError(f"Invalid learning rate: {group['lr']!r}; use a number or a tensor")
     try:
-        Adam([torch.empty(0)], 1e-3, tuple(betas), group["eps"], group["weight_decay"])
+        Adam([torch.empty(0)], 1e-3, tuple(group["betas"]), group["eps"], group["weight_decay"])
     except TypeError as error:
         raise ValueError(f"Invalid options in the saved group: {error}") from error
