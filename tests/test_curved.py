@@ -218,8 +218,9 @@ def test_a_class_of_ones_own() -> None:
     first = loss_of().item()
     train(optimizer, loss_of, 20)
     assert loss_of().item() < 0.8 * first
-    assert optimizer.state[net[0].weight]["inner_count"] == 20
-    assert optimizer.state[net[0].bias] == {"count": 20}
+    weight, bias, *_ = net.parameters()
+    assert optimizer.state[weight]["inner_count"] == 20
+    assert optimizer.state[bias] == {"count": 20}
 
 
 # -------------------------------------------------------------------------------------------------- groups and schedulers
