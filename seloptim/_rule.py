@@ -351,6 +351,33 @@ def pull(grad: Tensor, state: Views, curve: Curve) -> Pulled:
     return Pulled(grad * slopes, grad_row, grad_col, grad_b, grad_a)
 
 
+def pull_squares(grad_sq: Tensor, state: Views, curve: Curve) -> Pulled:
+    """Mean squares of the state's gradients from those of the weight's, as if its elements were independent:
+
+    raw: grad_sq * slope^2;  a row factor: sum_j grad_sq[i,j] * derivative[i,j]^2 * col[j]^2, and the other way round.
+    """
+    row, col = factors(state)
+    slopes, derivatives = sel_derivatives(
+        state.raw.value, *patterns(row, col, curve), beta=1.0, combine=curve.combine, kinds=curve.learned
+    )
+    row_sq, col_sq = (None if factor is None else factor.square() for factor in (row, col))
+    squared = {kind: derivative.square() for kind, derivative in derivatives.items()}
+    square_row, square_col = _pull_factors(grad_sq, row_sq, col_sq, squared, curve, True)
+    # _pull_factors brings in the unit of each kind once, a square has it twice.
+    unit = torch.tensor([1 / curve.beta, 1 / curve.beta, curve.beta, 1.0], dtype=grad_sq.dtype, device=grad_sq.device)
+    square_b = square_a = None
+    if state.residual_b is not None and state.residual_a is not None:
+        square_b = grad_sq @ state.residual_a.value.square().mT
+        square_a = state.residual_b.value.square().mT @ grad_sq
+    return Pulled(
+        grad_sq * slopes.square(),
+        None if square_row is None else square_row * unit,
+        None if square_col is None else square_col * unit,
+        square_b,
+        square_a,
+    )
+
+
 def _pull_factors(
     grad: Tensor,
     row: Tensor | None,

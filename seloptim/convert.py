@@ -35,12 +35,27 @@ ADAM_OPTIONS = (
 GROUP_KEYS = (*ADAM_OPTIONS, "initial_lr", "param_names", "params")
 
 
-def from_adam(adam: Mapping[str, Any], state: dict[str, Any], slope: Tensor) -> None:
-    """Put the moments and the step of an Adam state into a fresh SELAdam state of the same parameter, in place."""
-    state["step"] = as_step(adam["step"])
-    for key, power in POWERS.items():
-        if key in adam and key in state:
-            state[key] = adam[key].to(slope.device, slope.dtype).reshape(slope.shape) * slope**power
+def from_adam(adam: Mapping[str, Any], state: dict[str, Any], view: _rule.Views, curve: _rule.Curve) -> None:
+    """Put the moments and the step of an Adam state into a fresh SELAdam state of the same parameter, in place.
+
+    The gradient of a factor is a sum of the weights' gradients, so that its exp_avg follows exactly and its exp_avg_sq as that
+    of a sum of independent terms, or exp_avg^2 where that is more. Left at zero behind hundreds of counted steps, which
+    bias correction takes for a long history, they would make the first steps of the scales 6 times too large.
+    """
+    raw, step = view.raw, as_step(adam["step"])
+    first, second, *largest = (adam[key].to(raw.value).view_as(raw.value) for key in POWERS if key in adam)
+    slope = _rule.slope(view, curve)
+    mean, square = _rule.pull(first, view, curve), _rule.pull_squares(second, view, curve)
+    for slot, exp_avg, exp_avg_sq in zip(view, mean, square, strict=True):
+        if slot is None or exp_avg is None or exp_avg_sq is None:
+            continue
+        slot.exp_avg.copy_(exp_avg)
+        slot.exp_avg_sq.copy_(exp_avg_sq if slot is raw else torch.maximum(exp_avg_sq, exp_avg.square()))
+        if slot.max_exp_avg_sq is not None:
+            slot.max_exp_avg_sq.copy_(slot.exp_avg_sq)
+    if largest and raw.max_exp_avg_sq is not None:
+        raw.max_exp_avg_sq.copy_(largest[0] * slope.square())
+    state["step"] = step
 
 
 def as_step(step: Any) -> Tensor:

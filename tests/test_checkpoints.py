@@ -414,6 +414,8 @@ def test_prefixes_of_wrappers_are_no_names() -> None:
     live = SELAdam(named(model, (0, 1, 2), "_orig_mod."))
     live.load_state_dict(saved)
     assert live.param_groups[0]["param_names"][0].startswith("_orig_mod.")
+    with pytest.raises(ValueError, match="another order"):
+        SELAdam(named(model, (0, 2, 1))).load_state_dict(saved)
     a, b = (nn.Parameter(mixed(3, 3, seed=s, size=0.1)) for s in (1, 2))
     saved = SELAdam([("sub.w", a), ("submodule.w", b)]).state_dict()
     with pytest.raises(ValueError, match="another order"):

@@ -82,6 +82,27 @@ def test_adam_in_is_the_chain_rule_and_adam_out_its_inverse(kind: str, dtype: to
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 
+@pytest.mark.parametrize("structure", ["row_col", "col", "scalar"])
+def test_the_moments_of_the_scales_come_along(structure: str) -> None:
+    """No jump at the seam. Guard: convert.from_adam pulls exp_avg back to the factors, which is exact, and squares by size."""
+    weight = mixed(24, 16, size=0.1, dtype=torch.float64)
+    p, q = nn.Parameter(weight.clone()), nn.Parameter(weight.clone())
+    adam, optimizer = torch.optim.Adam([p], lr=0.0), SELAdam([q], lr=0.0, structure=structure)
+    for k in range(300):
+        p.grad = q.grad = mixed(24, 16, seed=k + 1)
+        adam.step()
+        optimizer.step()
+    converted = SELAdam([p], lr=0.0, structure=structure)
+    converted.load_state_dict(adam.state_dict())
+    expected, state = optimizer.state_dict()["state"][0], converted.state_dict()["state"][0]
+    for name in ("scale_row", "scale_col"):
+        if name in expected:
+            first, second = f"{name}_exp_avg", f"{name}_exp_avg_sq"
+            torch.testing.assert_close(state[first], expected[first], rtol=1e-9, atol=1e-12)
+            ratio = state[second][..., :3].mean(-2) / expected[second][..., :3].mean(-2)
+            assert bool(((ratio > 0.5) & (ratio < 2)).all()), ratio
+
+
 def test_the_weights_may_be_loaded_after_adams_state() -> None:
     """api.md: J at the weights of the moment of need. Guard: "from_adam" keeps the state until then; saving keeps it too."""
     model, adam = adam_trained("Adam")
@@ -98,6 +119,7 @@ def test_the_weights_may_be_loaded_after_adams_state() -> None:
     early = SELAdam(model.parameters())
     early.load_state_dict(saved)
     same(its.state_dict()["state"], early.state_dict()["state"])
+    assert [k for k, values in its.state_dict()["state"].items() if "raw" in values] == [0, 2, 4, 5]
     train(model, early, range(4, 7))
     train(late, its, range(4, 7))
     same(late.state_dict(), model.state_dict())

@@ -86,6 +86,7 @@ def other_model(model: nn.Module) -> None:
 
 SEEN: dict[str, Callable[[nn.Module], None]] = {
     "mul_": in_place(lambda p: p.mul_(0.5)),
+    "through detach": in_place(lambda p: p.detach().mul_(0.5)),
     "clamp_": in_place(lambda p: p.clamp_(-0.1, 0.1)),
     "renorm": in_place(lambda p: p.copy_(torch.renorm(p, 2, 0, 0.3)) if p.dim() > 1 else p),
     "mask": in_place(lambda p: p.masked_fill_(p.abs() < 0.1, 0.0)),

@@ -133,9 +133,14 @@ def test_an_error_before_the_first_write_leaves_everything() -> None:
 RAN: list[str] = []
 
 
+def code(text: str) -> dict[str, Any]:
+    RAN.append(text)
+    return {}
+
+
 class Hostile:
     def __reduce__(self) -> tuple[Any, tuple[str]]:
-        return RAN.append, ("code from a file ran",)
+        return code, ("ran",)
 
 
 def files() -> dict[str, bytes]:
