@@ -38,6 +38,71 @@ def run(items: Sequence[Item], hyper: Hyper, *, batched: bool) -> None:
         _run_single(items, hyper)
 
 
+def native_refusal(param: Tensor, residual_rank: int) -> str | None:
+    """Why a parameter cannot have the native kernel, or None."""
+    if residual_rank:
+        return f"residual_rank={residual_rank} has no native kernel"
+    if type(param.data) is not Tensor:
+        return f"a {type(param.data).__name__} has no native kernel"
+    if param.device.type != "cpu":
+        return f"the native kernel runs on the CPU, the parameter is on {param.device}"
+    return None
+
+
+def run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None = None) -> None:
+    """One step of every item by kernels/cpu.cpp, in one call; gradients are those of the loss times `grad_scale`."""
+    alike: dict[tuple, list[Item]] = defaultdict(list)
+    for item in items:
+        alike[item.state.raw.value.dtype, item.curve.combine, item.curve.learned].append(item)
+    for members in alike.values():
+        _run_native(members, hyper, grad_scale)
+
+
+def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None) -> None:
+    weights: list[Tensor] = []
+    grads: list[Tensor] = []
+    state: list[Tensor] = []
+    ints: list[int] = []
+    numbers: list[float] = []
+    strided: list[tuple[Tensor, Tensor]] = []
+    for item in items:
+        param = item.param.detach()
+        weight = param.contiguous()
+        if weight is not param:
+            strided.append((param, weight))
+        weights.append(weight)
+        grads.append(item.grad.detach().contiguous())
+        lengths = []
+        for slot in item.state[:3]:
+            if slot is not None:
+                state.extend(t for t in slot if t is not None)
+            lengths.append(0 if slot is None else slot.value.shape[-2])
+        ints.extend((*item.state.raw.value.shape, *lengths[1:], item.curve.has_n))
+        numbers.extend((float(item.curve.beta), item.step, item.slope, *item.rates.tolist()))
+    curve = items[0].curve
+    learned = sum(1 << k for k, kind in enumerate(_rule.KINDS) if kind in curve.learned)
+    torch.ops.seloptim.step_(
+        weights,
+        grads,
+        state,
+        ints,
+        numbers,
+        torch.as_tensor(hyper.lr, dtype=torch.float64),
+        hyper.beta1,
+        hyper.beta2,
+        hyper.eps,
+        hyper.weight_decay,
+        hyper.decoupled,
+        hyper.amsgrad,
+        hyper.maximize,
+        curve.combine == "congruent",
+        learned,
+        grad_scale,
+    )
+    for param, weight in strided:
+        param.copy_(weight)
+
+
 def _run_single(items: Sequence[Item], hyper: Hyper) -> None:
     for item in items:
         shape = item.state.raw.value.shape
