@@ -23,6 +23,10 @@
 #include <type_traits>
 #include <vector>
 
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
+
 // Without it the compiler calls these, and each call spills every vector register.
 #define INLINE inline __attribute__((always_inline))
 
@@ -80,6 +84,8 @@ using Mask = typename Simd<T>::U;
 template <typename T>
 constexpr int kWidth = kBytes / int(sizeof(T));
 
+constexpr int64_t kStrip = 8;  // vectors worked on together
+
 template <typename T>
 INLINE Vec<T> load(const T* from) {
   Vec<T> v;
@@ -119,17 +125,30 @@ INLINE Vec<T> flip(Vec<T> v, Mask<T> sign) {
   return (Vec<T>)((Mask<T>)v ^ sign);
 }
 
-template <typename T>
-INLINE Vec<T> if_finite(Vec<T> v) {
-  return (v - v == Vec<T>{}) ? v : Vec<T>{};
+// Written so that NaN passes: these instructions return their second operand then.
+INLINE Vec<float> clamp(Vec<float> y) {
+#if defined(__AVX512F__)
+  y = (Vec<float>)_mm512_min_ps(_mm512_set1_ps(Simd<float>::high), (__m512)y);
+  return (Vec<float>)_mm512_max_ps(_mm512_set1_ps(Simd<float>::low), (__m512)y);
+#elif defined(__AVX__)
+  y = (Vec<float>)_mm256_min_ps(_mm256_set1_ps(Simd<float>::high), (__m256)y);
+  return (Vec<float>)_mm256_max_ps(_mm256_set1_ps(Simd<float>::low), (__m256)y);
+#else
+  y = y > Simd<float>::high ? Simd<float>::high - Vec<float>{} : y;
+  return y < Simd<float>::low ? Simd<float>::low - Vec<float>{} : y;
+#endif
+}
+
+INLINE Vec<double> clamp(Vec<double> y) {
+  y = y > Simd<double>::high ? Simd<double>::high - Vec<double>{} : y;
+  return y < Simd<double>::low ? Simd<double>::low - Vec<double>{} : y;
 }
 
 // 2^y = 2*half*(1 + part): `half` is a power of two that never overflows, `part` is accurate near zero.
 template <typename T>
 INLINE void exp2_parts(Vec<T> y, Vec<T>& half, Vec<T>& part) {
   using S = Simd<T>;
-  y = y > S::high ? S::high - Vec<T>{} : y;  // written so that NaN passes
-  y = y < S::low ? S::low - Vec<T>{} : y;
+  y = clamp(y);
   const Vec<T> t = y + S::round;
   const Vec<T> f = y - (t - S::round);
   constexpr int terms = sizeof(S::poly) / sizeof(T);
@@ -180,10 +199,10 @@ struct Hyper {
 
 template <typename T>
 struct Adam {
-  T beta1, one_minus_beta1, beta2, one_minus_beta2, inverse_correction2, eps, decay;
-  T rate;             // of raw, bias-corrected
-  T rates[kKinds];    // of the factors, bias-corrected
-  bool writes;        // false where lr is 0
+  T beta1, one_minus_beta1, beta2, one_minus_beta2, decay;
+  T denominator, eps;  // of avg / (sqrt(sq)*denominator + eps), the whole step of raw
+  T rates[kKinds];     // of the factors, as multiples of raw's
+  bool writes;         // false where lr is 0
 };
 
 // One matrix of a parameter.
@@ -205,7 +224,7 @@ struct RowScales {
   T be, bl;     // e/beta, l/beta
   T bm;         // beta*m*log2(e)
   T l;
-  T em;         // e*m
+  T em, en;     // e*m, e*n
 };
 
 template <typename T>
@@ -216,51 +235,62 @@ INLINE RowScales<T> row_scales(const Matrix<T>& x, int64_t i) {
   r.e = s[E], r.l = s[L], r.m = s[M], r.n = s[N];
   r.be = s[E] / x.beta, r.bl = s[L] / x.beta;
   r.bm = T(double(s[M]) * double(x.beta) * kLog2E);
-  r.em = s[E] * s[M];
+  r.em = s[E] * s[M], r.en = s[E] * s[N];
   return r;
 }
+
+// The columns as one thread sees them: for each vector of columns its patterns and its sums side by side. As arrays of
+// their own, whose distance is often a multiple of 4096 bytes, they would compete for the same lines of the cache.
+// e*m and e*n are what sums are weighted with; padding is zero.
+enum Column { kE, kL, kM, kEM, kN, kEN, kSums, kTotals = kSums + kKinds, kColumn = kTotals + kKinds };
 
 // The memory that one thread works in: O(cols).
 template <typename T>
 struct Work {
+  static constexpr int W = kWidth<T>;
   int64_t stride = 0;
   std::vector<char> memory;
   T* base = nullptr;
   T scalars[kKinds];
 
-  static int64_t padded(int64_t cols) { return (cols + kWidth<T> - 1) / kWidth<T> * kWidth<T>; }
+  static int64_t padded(int64_t cols) { return (cols + W - 1) / W * W; }
 
   void reserve(int64_t cols) {
     stride = padded(cols);
-    memory.resize((16 * stride + 8 * kWidth<T>)*sizeof(T) + 64);
+    memory.resize(((kColumn + 2) * stride + (kStrip + 6) * W) * sizeof(T) + 64);
     base = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
   }
 
-  T* sums(int k) { return base + k * stride; }          // of the rows at hand
-  T* totals(int k) { return base + (4 + k) * stride; }  // of all rows of this thread
-  T* grad() { return base + 8 * stride; }
-  T* weight() { return base + 9 * stride; }
-  T* patterns() { return base + 10 * stride; }  // for matrices that this thread steps alone
-  T* edge() { return base + 16 * stride; }
-};
+  INLINE T* column(int64_t j) { return base + j * kColumn; }  // j: a multiple of W
+  INLINE T& entry(int which, int64_t j) { return base[j / W * W * kColumn + which * W + j % W]; }
+  T* grad() { return base + kColumn * stride; }
+  T* weight() { return base + (kColumn + 1) * stride; }
+  T* strip() { return base + (kColumn + 2) * stride; }
+  T* edge() { return strip() + kStrip * W; }
 
-// Column patterns by kind, padded with zeros; e*m and e*N are what the sums are weighted with.
-template <typename T>
-struct Columns {
-  T *e, *l, *m, *n, *em, *en;
-
-  Columns(T* memory, int64_t stride)
-      : e(memory), l(e + stride), m(l + stride), n(m + stride), em(n + stride), en(em + stride) {}
-
-  void fill(const Matrix<T>& x, int64_t stride) {
-    const T* packed = x.col.value;
-    for (int64_t j = 0; j < x.cols; ++j) {
-      const T* s = packed + j * kKinds;
-      const bool has = x.has_col;
-      e[j] = has ? s[E] : T(1), l[j] = has ? s[L] : T(1), m[j] = has ? s[M] : T(1), n[j] = has ? s[N] : T(1);
-      em[j] = e[j] * m[j], en[j] = e[j] * n[j];
+  void fill(const Matrix<T>& x) {
+    for (int64_t j = 0; j < padded(x.cols); ++j) {
+      T s[kKinds] = {0, 0, 0, 0};
+      if (j < x.cols && x.has_col)
+        std::memcpy(s, x.col.value + j * kKinds, sizeof s);
+      else if (j < x.cols)
+        std::fill(s, s + kKinds, T(1));
+      entry(kE, j) = s[E], entry(kL, j) = s[L], entry(kM, j) = s[M], entry(kN, j) = s[N];
+      entry(kEM, j) = s[E] * s[M], entry(kEN, j) = s[E] * s[N];
     }
-    for (int64_t j = x.cols; j < stride; ++j) e[j] = l[j] = m[j] = n[j] = em[j] = en[j] = T(0);
+  }
+
+  void clear(int which, int64_t cols) {
+    for (int64_t j = 0; j < padded(cols); j += W)
+      for (int k = 0; k < kKinds; ++k) store(column(j) + (which + k) * W, Vec<T>{});
+  }
+
+  void add_sums_to_totals(int64_t cols) {
+    for (int64_t j = 0; j < padded(cols); j += W)
+      for (int k = 0; k < kKinds; ++k) {
+        T* total = column(j) + (kTotals + k) * W;
+        store(total, load(total) + load(column(j) + (kSums + k) * W));
+      }
   }
 };
 
@@ -331,70 +361,67 @@ const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) 
   return g;
 }
 
-template <typename T, bool has_n>
-INLINE Vec<T> shift(const RowScales<T>& r, const Columns<T>& c, int64_t j) {
-  return has_n ? exp_base2<T>(load(c.n + j) * (r.n * T(-kLog2E))) : Vec<T>{} + T(1);
+template <typename T>
+INLINE Vec<T> shift(const RowScales<T>& r, const T* c) {
+  return exp_base2<T>(load(c + kN * kWidth<T>) * (r.n * T(-kLog2E)));
 }
 
 // weight = s*(e/beta)*N*X + (l/beta)*(a or raw)
 template <typename T, bool congruent, bool has_n>
-INLINE Vec<T> map(Vec<T> raw, const RowScales<T>& r, const Columns<T>& c, int64_t j) {
+INLINE Vec<T> map(Vec<T> raw, const RowScales<T>& r, const T* c) {
+  constexpr int W = kWidth<T>;
   const Mask<T> sign = sign_bit<T>(raw);
   const Vec<T> a = flip<T>(raw, sign);
-  const Vec<T> X = flip<T>(expm1_base2<T>(a * (load(c.m + j) * r.bm)), sign);
-  Vec<T> be = load(c.e + j) * r.be;
-  if (has_n) be *= shift<T, has_n>(r, c, j);
-  return X * be + (load(c.l + j) * r.bl) * (congruent ? raw : a);
+  const Vec<T> X = flip<T>(expm1_base2<T>(a * (load(c + kM * W) * r.bm)), sign);
+  Vec<T> be = load(c + kE * W) * r.be;
+  if (has_n) be *= shift(r, c);
+  return X * be + (load(c + kL * W) * r.bl) * (congruent ? raw : a);
 }
 
 template <typename T>
-struct RowSums {
+struct Sums {
   Vec<T> e{}, l{}, m{}, n{};
 };
 
 enum Train { kFrozen, kUsual, kAny };  // nothing learned; exactly e, l, m; any set of kinds, and n
 
-// One vector of one row: pull and update, and push where no factor is learned.
+// One vector of one row: d loss / d raw, and its share in the factors' gradients. c: its columns' patterns.
 template <typename T, bool congruent, Train train, bool has_n>
-INLINE void cell(const Vec<T> g, const Slot<T>& s, T* weight, const RowScales<T>& r,
-                                                const Columns<T>& c, const Adam<T>& adam, int64_t j, int64_t learned,
-                                                T* const* sums, RowSums<T>& row) {
-  Vec<T> raw = load(s.value);
+INLINE Vec<T> pull(const Vec<T> g, const Vec<T> raw, const RowScales<T>& r, const T* c, int64_t learned, Sums<T>& row,
+                   Sums<T>& col) {
+  constexpr int W = kWidth<T>;
   const Mask<T> sign = sign_bit<T>(raw);
   const Vec<T> a = flip<T>(raw, sign);
-  const Vec<T> X = expm1_base2<T>(a * (load(c.m + j) * r.bm));
-  // t = g*(1 + X)*N
-  Vec<T> t = g * X + g;
-  Vec<T> U = flip<T>(g * X, sign);
+  const Vec<T> X = expm1_base2<T>(a * (load(c + kM * W) * r.bm));
+  const Vec<T> signed_g = flip<T>(g, sign), path = congruent ? g : signed_g;
+  Vec<T> t = g * X + g;  // g*(1 + X)*N
+  Vec<T> U = signed_g * X;
   if (has_n) {
-    const Vec<T> en = shift<T, has_n>(r, c, j);
-    t *= en, U *= en;
+    const Vec<T> shrink = shift(r, c);
+    t *= shrink, U *= shrink;
   }
-  const Vec<T> path = congruent ? g : flip<T>(g, sign);
-  Vec<T> V = path * raw;
-  Vec<T> grad = t * (load(c.em + j) * r.em);
-  // s is 0 at 0: the slope there is the mean of the two one-sided ones
-  grad += (congruent ? path : (raw != Vec<T>{} ? path : Vec<T>{})) * (load(c.l + j) * r.bl);
-
   if (train != kFrozen) {
-    // A number that is not finite would spread over its whole row and column.
-    const Vec<T> W = if_finite<T>(t * raw);
-    U = if_finite<T>(U), V = if_finite<T>(V);
-    const bool e = train == kUsual || (learned >> E & 1), l = train == kUsual || (learned >> L & 1);
-    const bool m = train == kUsual || (learned >> M & 1), n = train == kAny && (learned >> N & 1);
-    if (e) row.e += U * load(c.e + j);
-    if (l) row.l += V * load(c.l + j);
-    if (m) row.m += W * load(c.em + j);
-    if (n) row.n += U * load(c.en + j);
-    if (sums) {
-      if (e) store(sums[E] + j, load(sums[E] + j) + U * r.e);
-      if (l) store(sums[L] + j, load(sums[L] + j) + V * r.l);
-      if (m) store(sums[M] + j, load(sums[M] + j) + W * r.em);
-      if (n) store(sums[N] + j, load(sums[N] + j) + U * (r.e * r.n));
-    }
+    // A number that is not finite would spread over its whole row and column. W is not finite where U or V is not.
+    Vec<T> V = path * raw, W_ = t * raw;
+    const auto finite = W_ - W_ == Vec<T>{};
+    U = finite ? U : Vec<T>{}, V = finite ? V : Vec<T>{}, W_ = finite ? W_ : Vec<T>{};
+    if (train == kUsual || (learned >> E & 1)) row.e += U * load(c + kE * W), col.e += U * r.e;
+    if (train == kUsual || (learned >> L & 1)) row.l += V * load(c + kL * W), col.l += V * r.l;
+    if (train == kUsual || (learned >> M & 1)) row.m += W_ * load(c + kEM * W), col.m += W_ * r.em;
+    if (train == kAny && (learned >> N & 1)) row.n += U * load(c + kEN * W), col.n += U * r.en;
   }
+  // s is 0 at 0: the slope there is the mean of the two one-sided ones
+  const Vec<T> straight = congruent ? path : (raw != Vec<T>{} ? path : Vec<T>{});
+  return t * (load(c + kEM * W) * r.em) + straight * (load(c + kL * W) * r.bl);
+}
 
-  const Vec<T> avg = load(s.avg) * adam.beta1 + grad * adam.one_minus_beta1;
+// Adam on one vector of raw.
+template <typename T>
+INLINE void update(const Vec<T> grad, const Slot<T>& s, const Adam<T>& adam) {
+  const Vec<T> old = load(s.avg);
+  // as torch's lerp; the other form keeps grad whole where beta1 is small
+  const Vec<T> avg = adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
+                                         : old * adam.beta1 + grad * adam.one_minus_beta1;
   Vec<T> sq = load(s.sq) * adam.beta2 + grad * (grad * adam.one_minus_beta2);
   store(s.avg, avg);
   store(s.sq, sq);
@@ -403,65 +430,8 @@ INLINE void cell(const Vec<T> g, const Slot<T>& s, T* weight, const RowScales<T>
     sq = sq <= max ? max : sq;
     store(s.max, sq);
   }
-  if (!adam.writes) return;
-  const Vec<T> denom = square_root(sq) * adam.inverse_correction2 + adam.eps;
-  raw = raw * adam.decay - (avg * adam.rate) / denom;
-  store(s.value, raw);
-  if (train == kFrozen) store(weight, map<T, congruent, has_n>(raw, r, c, j));
-}
-
-// A row's last columns, where they do not fill a vector: worked on in padded copies.
-template <typename T>
-struct Edge {
-  T* memory;
-  int64_t count;
-
-  T* take(int slot, const T* from) const {
-    T* to = memory + slot * kWidth<T>;
-    std::fill(to, to + kWidth<T>, T(0));
-    std::copy(from, from + count, to);
-    return to;
-  }
-  void give(int slot, T* to) const { std::copy(memory + slot * kWidth<T>, memory + slot * kWidth<T> + count, to); }
-};
-
-template <typename T, bool congruent, Train train, bool has_n>
-void pull_row(const Matrix<T>& x, const Hyper& h, const Columns<T>& c, int64_t i, Work<T>& work, T* const* sums) {
-  const RowScales<T> r = row_scales(x, i);
-  const T* g = gradient(x, h, i, work);
-  const Slot<T> s = x.raw.at(i * x.cols);
-  const bool direct = x.weight_type == kOwn<T>;
-  T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
-  const Adam<T> adam = x.adam;
-  RowSums<T> row;
-  int64_t j = 0;
-  for (; j + kWidth<T> <= x.cols; j += kWidth<T>)
-    cell<T, congruent, train, has_n>(load(g + j), s.at(j), weight + j, r, c, adam, j, h.learned, sums, row);
-  if (j < x.cols) {
-    const Edge<T> edge{work.edge(), x.cols - j};
-    const Slot<T> rest = s.at(j);
-    const Slot<T> copy{edge.take(0, rest.value), edge.take(1, rest.avg), edge.take(2, rest.sq),
-                       rest.max ? edge.take(3, rest.max) : nullptr};
-    const T* last = edge.take(4, g + j);
-    cell<T, congruent, train, has_n>(load(last), copy, edge.memory + 5 * kWidth<T>, r, c, adam, j, h.learned, sums, row);
-    edge.give(1, rest.avg), edge.give(2, rest.sq);
-    if (rest.max) edge.give(3, rest.max);
-    if (adam.writes) {
-      edge.give(0, rest.value);
-      if (train == kFrozen) edge.give(5, weight + j);
-    }
-  }
-  if (train == kFrozen) {
-    if (!direct && adam.writes) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
-    return;
-  }
-  if (!x.has_row) return;
-  const T found[kKinds] = {horizontal_sum<T>(row.e) / x.beta, horizontal_sum<T>(row.l) / x.beta,
-                           horizontal_sum<T>(row.m) * r.e, -horizontal_sum<T>(row.n) * r.be};
-  if (x.one_row)
-    for (int k = 0; k < kKinds; ++k) work.scalars[k] += found[k];
-  else
-    factor_step(x, x.row.at(i * kKinds), found);
+  if (adam.writes)
+    store(s.value, load(s.value) * adam.decay - avg / (square_root(sq) * adam.denominator + adam.eps));
 }
 
 // Adam on the four kinds of one entry of a factor.
@@ -486,23 +456,109 @@ inline void factor_step(const Matrix<T>& x, const Slot<T>& s, const T* gradient)
     std::memcpy(s.max, &sq, sizeof g);
   }
   if (!adam.writes) return;
-  const V4 denom = square_root(sq) * adam.inverse_correction2 + adam.eps;
   // a frozen kind has the rate 0, and 0/0 with eps = 0
-  value = rate == V4{} ? value : value - (avg * rate) / denom;
+  value = rate == V4{} ? value : value - rate * (avg / (square_root(sq) * adam.denominator + adam.eps));
   std::memcpy(s.value, &value, sizeof g);
 }
 
-template <typename T, bool congruent, bool has_n>
-void push_row(const Matrix<T>& x, const Columns<T>& c, int64_t i, Work<T>& work) {
-  const RowScales<T> r = row_scales(x, i);
-  const T* raw = x.raw.value + i * x.cols;
+// A row's last columns, where they do not fill a vector: worked on in padded copies.
+template <typename T>
+struct Edge {
+  T* memory;
+  int64_t count;
+
+  T* take(int slot, const T* from) const {
+    T* to = memory + slot * kWidth<T>;
+    std::fill(to, to + kWidth<T>, T(0));
+    std::copy(from, from + count, to);
+    return to;
+  }
+  void give(int slot, T* to) const { std::copy(memory + slot * kWidth<T>, memory + slot * kWidth<T> + count, to); }
+};
+
+// A row in strips, each taken through three short loops: in one long loop an iteration's chain of dependent operations fills the
+// processor's window, which then overlaps too few of them.
+template <typename T, bool congruent, Train train, bool has_n>
+INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) {
+  constexpr int W = kWidth<T>;
+  constexpr int64_t kAhead = 8192 / sizeof(T);  // the processor's own prefetching stops at the end of a page
   const bool direct = x.weight_type == kOwn<T>;
+  const Adam<T> adam = x.adam;
+  const RowScales<T> scales = row_scales(x, i);
+  const T* g = gradient(x, h, i, work);
+  const Slot<T> s = x.raw.at(i * x.cols);
+  T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
+  T* grads = work.strip();
+  Sums<T> row;
+  const auto add = [&](T* c, const Sums<T>& sums) {
+    if (train == kFrozen || !x.has_col) return;
+    T* now = c + kSums * W;
+    store(now + E * W, load(now + E * W) + sums.e);
+    store(now + L * W, load(now + L * W) + sums.l);
+    store(now + M * W, load(now + M * W) + sums.m);
+    if (train == kAny) store(now + N * W, load(now + N * W) + sums.n);
+  };
+  const int64_t whole = x.cols / W * W;
+  for (int64_t start = 0; start < whole; start += kStrip * W) {
+    const int64_t end = std::min(whole, start + kStrip * W);
+    for (int64_t j = start; j < end; j += W) {
+      __builtin_prefetch(g + j + kAhead, 0, 2);
+      __builtin_prefetch(s.value + j + kAhead, 0, 2);
+      Sums<T> col;
+      T* c = work.column(j);
+      store(grads + j - start,
+            pull<T, congruent, train, has_n>(load(g + j), load(s.value + j), scales, c, h.learned, row, col));
+      add(c, col);
+    }
+    for (int64_t j = start; j < end; j += W) {
+      __builtin_prefetch(s.avg + j + kAhead, 0, 2);
+      __builtin_prefetch(s.sq + j + kAhead, 0, 2);
+      update(load(grads + j - start), s.at(j), adam);
+    }
+    if (train == kFrozen && adam.writes)
+      for (int64_t j = start; j < end; j += W)
+        store(weight + j, map<T, congruent, has_n>(load(s.value + j), scales, work.column(j)));
+  }
+  if (whole < x.cols) {
+    T* c = work.column(whole);
+    const Edge<T> edge{work.edge(), x.cols - whole};
+    Sums<T> col;
+    const Slot<T> rest = s.at(whole);
+    const Slot<T> copy{edge.take(0, rest.value), edge.take(1, rest.avg), edge.take(2, rest.sq),
+                       rest.max ? edge.take(3, rest.max) : nullptr};
+    const Vec<T> last = load(edge.take(4, g + whole));
+    update(pull<T, congruent, train, has_n>(last, load(copy.value), scales, c, h.learned, row, col), copy, adam);
+    add(c, col);
+    edge.give(1, rest.avg), edge.give(2, rest.sq);
+    if (rest.max) edge.give(3, rest.max);
+    if (adam.writes) edge.give(0, rest.value);
+    if (adam.writes && train == kFrozen) {
+      store(edge.memory + 5 * W, map<T, congruent, has_n>(load(copy.value), scales, c));
+      edge.give(5, weight + whole);
+    }
+  }
+  if (train == kFrozen && !direct && adam.writes) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
+  if (train == kFrozen || !x.has_row) return;
+  const T found[kKinds] = {horizontal_sum<T>(row.e) / x.beta, horizontal_sum<T>(row.l) / x.beta,
+                           horizontal_sum<T>(row.m) * scales.e, -horizontal_sum<T>(row.n) * scales.be};
+  if (x.one_row)
+    for (int k = 0; k < kKinds; ++k) work.scalars[k] += found[k];
+  else if (h.learned)
+    factor_step(x, x.row.at(i * kKinds), found);
+}
+
+template <typename T, bool congruent, bool has_n>
+INLINE void push_row(const Matrix<T>& x, int64_t i, Work<T>& work) {
+  constexpr int W = kWidth<T>;
+  const bool direct = x.weight_type == kOwn<T>;
+  const RowScales<T> scales = row_scales(x, i);
+  const T* raw = x.raw.value + i * x.cols;
   T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
   int64_t j = 0;
-  for (; j + kWidth<T> <= x.cols; j += kWidth<T>) store(weight + j, map<T, congruent, has_n>(load(raw + j), r, c, j));
+  for (; j + W <= x.cols; j += W) store(weight + j, map<T, congruent, has_n>(load(raw + j), scales, work.column(j)));
   if (j < x.cols) {
     const Edge<T> edge{work.edge(), x.cols - j};
-    store(edge.memory + kWidth<T>, map<T, congruent, has_n>(load(edge.take(0, raw + j)), r, c, j));
+    store(edge.memory + W, map<T, congruent, has_n>(load(edge.take(0, raw + j)), scales, work.column(j)));
     edge.give(1, weight + j);
   }
   if (!direct) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
@@ -510,38 +566,39 @@ void push_row(const Matrix<T>& x, const Columns<T>& c, int64_t i, Work<T>& work)
 
 // ---------------------------------------------------------------------------------------------------------- whole matrices
 
-constexpr int64_t kRowsAtOnce = 128;  // column sums of so many rows before they are added to the total: shorter chains round less
+constexpr int64_t kChunk = 128;  // rows whose column sums are added up before they join the total: short chains round less
 
 template <typename T, bool congruent, Train train, bool has_n>
-void pull_rows(const Matrix<T>& x, const Hyper& h, const Columns<T>& c, int64_t from, int64_t to, Work<T>& work) {
-  const int64_t stride = Work<T>::padded(x.cols);
+void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Work<T>& work) {
   const bool sums = train != kFrozen && x.has_col;
-  T* const now[kKinds] = {work.sums(E), work.sums(L), work.sums(M), work.sums(N)};
+  work.fill(x);
   std::fill(work.scalars, work.scalars + kKinds, T(0));
-  if (sums)
-    for (int k = 0; k < kKinds; ++k) std::fill(work.totals(k), work.totals(k) + stride, T(0));
-  for (int64_t first = from; first < to; first += kRowsAtOnce) {
-    if (sums)
-      for (int k = 0; k < kKinds; ++k) std::fill(now[k], now[k] + stride, T(0));
-    for (int64_t i = first; i < std::min(to, first + kRowsAtOnce); ++i)
-      pull_row<T, congruent, train, has_n>(x, h, c, i, work, sums ? now : nullptr);
-    if (sums)
-      for (int k = 0; k < kKinds; ++k)
-        if (h.learned >> k & 1)
-          for (int64_t j = 0; j < stride; ++j) work.totals(k)[j] += now[k][j];
+  if (sums) work.clear(kTotals, x.cols);
+  for (int64_t first = from; first < to; first += kChunk) {
+    const int64_t last = std::min(to, first + kChunk);
+    if (sums) work.clear(kSums, x.cols);
+    for (int64_t i = first; i < last; ++i) pull_row<T, congruent, train, has_n>(x, h, i, work);
+    if (sums) work.add_sums_to_totals(x.cols);
   }
+}
+
+template <typename T, bool congruent, bool has_n>
+void push_rows(const Matrix<T>& x, int64_t from, int64_t to, Work<T>& work) {
+  work.fill(x);
+  for (int64_t i = from; i < to; ++i) push_row<T, congruent, has_n>(x, i, work);
 }
 
 // Adam on what all rows have a share in: the column factors, and a row factor of one number. `works` in a fixed order.
 template <typename T>
-void finish_factors(const Matrix<T>& x, const Columns<T>& c, Work<T>* works, int64_t count) {
+void finish_factors(const Matrix<T>& x, Work<T>* works, int64_t count) {
   if (x.has_col) {
     for (int64_t j = 0; j < x.cols; ++j) {
       T found[kKinds] = {0, 0, 0, 0};
       for (int64_t w = 0; w < count; ++w)
-        for (int k = 0; k < kKinds; ++k) found[k] += works[w].totals(k)[j];
+        for (int k = 0; k < kKinds; ++k) found[k] += works[w].entry(kTotals + k, j);
+      const T e = works[0].entry(kE, j);
       found[E] /= x.beta, found[L] /= x.beta;
-      found[M] *= c.e[j], found[N] *= -c.e[j] / x.beta;
+      found[M] *= e, found[N] *= -e / x.beta;
       factor_step(x, x.col.at(j * kKinds), found);
     }
   }
@@ -555,9 +612,6 @@ void finish_factors(const Matrix<T>& x, const Columns<T>& c, Work<T>* works, int
 
 template <typename T, bool congruent, Train train, bool has_n>
 void step_matrix(const Matrix<T>& x, const Hyper& h, std::vector<Work<T>>& works, int64_t first, bool alone) {
-  const int64_t stride = Work<T>::padded(x.cols);
-  Columns<T> c(works[first].patterns(), stride);
-  c.fill(x, stride);
   const int64_t count = alone ? 1 : std::min<int64_t>(works.size(), x.rows);
   const auto over_rows = [&](const auto& body) {
     if (count == 1) {
@@ -569,15 +623,12 @@ void step_matrix(const Matrix<T>& x, const Hyper& h, std::vector<Work<T>>& works
     });
   };
   over_rows([&](int64_t from, int64_t to, Work<T>& work) {
-    pull_rows<T, congruent, train, has_n>(x, h, c, from, to, work);
+    pull_rows<T, congruent, train, has_n>(x, h, from, to, work);
   });
   if (train == kFrozen) return;
-  if (h.learned) finish_factors(x, c, &works[first], count);
+  if (h.learned) finish_factors(x, &works[first], count);
   if (!x.adam.writes) return;
-  c.fill(x, stride);
-  over_rows([&](int64_t from, int64_t to, Work<T>& work) {
-    for (int64_t i = from; i < to; ++i) push_row<T, congruent, has_n>(x, c, i, work);
-  });
+  over_rows([&](int64_t from, int64_t to, Work<T>& work) { push_rows<T, congruent, has_n>(x, from, to, work); });
 }
 
 template <typename T, bool congruent>
@@ -677,10 +728,10 @@ void step_of(at::TensorList weights, at::TensorList grads, at::TensorList state,
     x.weight_type = weight.scalar_type(), x.grad_type = grad.scalar_type();
     x.beta = T(number[0]);
     const double correction1 = 1 - std::pow(h.beta1, number[1]), correction2 = 1 - std::pow(h.beta2, number[1]);
-    x.adam = {T(h.beta1), T(1 - h.beta1), T(h.beta2), T(1 - h.beta2), T(1 / std::sqrt(correction2)), T(h.eps), T(1),
-              T(h.lr / number[2] / correction1), {}, h.lr != 0};
-    if (h.decoupled) x.adam.decay = T(1 - h.lr * h.weight_decay);
-    for (int k = 0; k < kKinds; ++k) x.adam.rates[k] = T(h.lr * number[3 + k] / correction1);
+    const double rate = h.lr / number[2] / correction1;
+    x.adam = {T(h.beta1), T(1 - h.beta1), T(h.beta2), T(1 - h.beta2), T(h.decoupled ? 1 - h.lr * h.weight_decay : 1.0),
+              T(1 / (std::sqrt(correction2) * rate)), T(h.eps / rate), {}, h.lr != 0};
+    for (int k = 0; k < kKinds; ++k) x.adam.rates[k] = T(number[3 + k] * number[2]);
     if (numel == 0) continue;
     for (int64_t b = 0; b < batch; ++b) {
       Matrix<T> one = x;
