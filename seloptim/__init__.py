@@ -2,5 +2,8 @@
 
 from ._shadow import PAPER_SCALE_LR as PAPER_SCALE_LR
 from .groups import param_groups as param_groups
+from .losses import FusedLinearCrossEntropy as FusedLinearCrossEntropy
+from .losses import cross_entropy as cross_entropy
+from .losses import linear_cross_entropy as linear_cross_entropy
 from .optimizer import SELAdam as SELAdam
 from .optimizer import SELAdamW as SELAdamW

@@ -146,7 +146,7 @@ def _run_stack(items: Sequence[Item], hyper: Hyper) -> None:
     curve = first.curve._replace(beta=along_batch([float(item.curve.beta) for item in items]))
     slopes = [item.slope for item in items]
     lr = hyper.lr / (slopes[0] if len(set(slopes)) == 1 else along_batch(slopes))
-    if isinstance(hyper.lr, Tensor) or hyper.lr != 0:
+    if not _rule.is_zero(hyper.lr):
         _step(weight, grad, state, curve, hyper, first.step, lr, first.rates)
         params = [item.param.detach() for item in items]
         parts = weight.split(batch)
@@ -194,16 +194,14 @@ def _step(
         if scale and not curve.learned:
             continue
         total = _gather(slot.value, [(block, getattr(found, name)) for block, found in pulled], name)
-        own_lr = hyper.lr * rates if scale else hyper.lr
-        if not isinstance(hyper.lr, Tensor) and hyper.lr == 0:
-            own_lr = 0.0
+        own_lr = hyper.lr * rates if scale and not _rule.is_zero(hyper.lr) else hyper.lr
         _rule.update(slot, total, hyper, step, own_lr)
-    if not isinstance(hyper.lr, Tensor) and hyper.lr == 0:
+    if _rule.is_zero(hyper.lr):
         return
     for block in blocks:
         part, part_curve = _cut(state, curve, block)
         moved = _rule.push(part, part_curve)
-        if isinstance(hyper.lr, Tensor):
+        if isinstance(hyper.lr, Tensor) and not _rule.on_host(hyper.lr):
             moved = torch.where(hyper.lr == 0, weight[block], moved.to(weight.dtype))
         weight[block].copy_(moved)
 
@@ -236,6 +234,9 @@ def _blocks(raw: Tensor) -> Iterator[tuple[slice, slice]]:
 
 def _cut(state: Views, curve: Curve, block: tuple[slice, slice]) -> tuple[Views, Curve]:
     """The part of state and curve that belongs to a block; factors that are one number serve every row."""
+    batch, rows, _ = state.raw.value.shape
+    if block == (slice(0, batch), slice(0, rows)):
+        return state, curve
 
     def cut(slot: Slot | None, by_row: bool) -> Slot | None:
         if slot is None:

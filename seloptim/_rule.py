@@ -10,7 +10,7 @@ operation, so that the degenerate map (weight = raw) reproduces it bit for bit.
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -109,7 +109,8 @@ def create_state(
     _, rows, cols = matrix_shape(weight.shape, batch_dims)
     lead = tuple(weight.shape[:batch_dims])
     start = torch.tensor([scale_init[kind] for kind in KINDS], dtype=dtype, device=weight.device)
-    state: dict[str, Tensor | float] = {"step": torch.tensor(0.0)}
+    # On the host whatever the default device is, and never in the default dtype: a bfloat16 counter sticks at 256.
+    state: dict[str, Tensor | float] = {"step": torch.zeros((), dtype=torch.float32, device="cpu")}
 
     vector = weight.dim() - batch_dims < 2
     if structure in ("scalar", "none"):
@@ -123,10 +124,9 @@ def create_state(
         state["scale_col"] = torch.ones((*lead, cols, len(KINDS)), dtype=dtype, device=weight.device)
     if residual_rank:
         # A private generator: creating an optimizer must not move the user's random numbers.
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.randn((*lead, residual_rank, cols), generator=generator, dtype=torch.float64) / math.sqrt(
-            cols or 1
-        )
+        generator = torch.Generator("cpu").manual_seed(seed)
+        shape = (*lead, residual_rank, cols)
+        noise = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu") / math.sqrt(cols or 1)
         state["residual_b"] = torch.zeros((*lead, rows, residual_rank), dtype=dtype, device=weight.device)
         state["residual_a"] = noise.to(dtype=dtype, device=weight.device)
 
@@ -138,9 +138,59 @@ def create_state(
                 state[key] = torch.zeros_like(state[name])  # type: ignore[arg-type]
     state["beta"] = beta
     slope, _ = sel_derivatives(state["raw"], *scale_init.values(), beta=beta, combine=combine, kinds=())
-    mean_slope = float(slope.abs().mean(dtype=torch.float64)) if weight.numel() else 1.0
-    state["mean_slope"] = mean_slope if mean_slope > 0 else 1.0
+    mean_slope = float(slope.abs().mean(dtype=torch.float64))
+    state["mean_slope"] = mean_slope if mean_slope > 0 else 1.0  # NaN without elements
     return state
+
+
+def state_fault(state: Mapping[str, Any], shape: torch.Size, batch_dims: int) -> str | None:
+    """Why a saved state cannot be that of a curved parameter of this shape; None where it can."""
+
+    def describe(value: Any) -> str:
+        return f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the value {value!r}"
+
+    def expect(key: str, *shapes: tuple[int, ...]) -> str | None:
+        value = state.get(key)
+        fine = (
+            isinstance(value, Tensor)
+            and value.is_floating_point()
+            and value.layout == torch.strided
+            and tuple(value.shape) in shapes
+        )
+        return None if fine else f"its saved {key} has {describe(value)}, not the shape {' or '.join(map(str, shapes))}"
+
+    _, rows, cols = matrix_shape(shape, batch_dims)
+    lead = tuple(shape[:batch_dims])
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
+        "raw": (tuple(shape),),
+        "scale_row": ((*lead, rows, len(KINDS)), (*lead, 1, len(KINDS))),
+        "scale_col": ((*lead, cols, len(KINDS)),),
+    }
+    if "residual_b" in state or "residual_a" in state:
+        b = state.get("residual_b")
+        rank = b.shape[-1] if isinstance(b, Tensor) and b.dim() else 0
+        shapes |= {"residual_b": ((*lead, rows, rank),), "residual_a": ((*lead, rank, cols),)}
+    if "scale_row" not in state and "scale_col" not in state:
+        return "its saved state has no scales"
+    for name, allowed in shapes.items():
+        if name.startswith("scale") and name not in state:
+            continue
+        reason = expect(name, *allowed)
+        for moment in MOMENTS:
+            key = moment_key(name, moment)
+            if not reason and (moment != "max_exp_avg_sq" or key in state):
+                reason = expect(key, tuple(state[name].shape))
+        if reason:
+            return reason
+    step = state.get("step")
+    number = step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))
+    if not number:
+        return f"its saved step has {describe(step)}, not one number"
+    for key in ("beta", "mean_slope"):
+        value = state.get(key)
+        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
+            return f"its saved {key} has {describe(value)}, not a positive number"
+    return None
 
 
 def inverse(
@@ -361,20 +411,46 @@ def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tens
     if max_exp_avg_sq is not None:
         torch.maximum(max_exp_avg_sq, exp_avg_sq, out=max_exp_avg_sq)
         exp_avg_sq = max_exp_avg_sq
-    if not isinstance(lr, Tensor) and lr == 0:
+    if is_zero(lr):
         return
     bias_correction1 = 1 - hyper.beta1**step
     bias_correction2_sqrt = (1 - hyper.beta2**step) ** 0.5
     step_size = lr / bias_correction1
     denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(hyper.eps)
-    if not isinstance(step_size, Tensor):
+    if on_host(step_size):
         if decay:
             value.mul_(1 - hyper.lr * decay)
-        value.addcdiv_(exp_avg, denom, value=-step_size)
+        value.addcdiv_(exp_avg, denom, value=-step_size)  # type: ignore[arg-type]
         return
     decayed = value * (1 - hyper.lr * decay) if decay else value
     moved = decayed + (exp_avg * -step_size).div_(denom)
     value.copy_(torch.where(step_size == 0, value, moved))
+
+
+def on_host(rate: float | Tensor) -> bool:
+    """Whether a rate can be read as one number without waiting for a device, and without compiling its value in."""
+    return not isinstance(rate, Tensor) or (
+        rate.dim() == 0 and rate.device.type == "cpu" and not torch.compiler.is_compiling()
+    )
+
+
+def is_zero(rate: float | Tensor) -> bool:
+    """Whether a rate is known on the host to be 0."""
+    return on_host(rate) and bool(rate == 0)
+
+
+def undo(slot: Slot, hyper: Hyper, step: float, lr: float | Tensor, decay: float = 0.0) -> Tensor:
+    """The value before the update that `step` counts, to rounding: update() run backwards, from the moments that it left."""
+    value, exp_avg, exp_avg_sq, max_exp_avg_sq = slot
+    if not isinstance(lr, Tensor) and lr == 0:
+        return value
+    second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq
+    denom = (second.sqrt() / (1 - hyper.beta2**step) ** 0.5).add_(hyper.eps)
+    step_size = lr / (1 - hyper.beta1**step)
+    before = value + exp_avg * step_size / denom
+    if decay:
+        before = before / (1 - hyper.lr * decay)
+    return torch.where(step_size == 0, value, before) if isinstance(step_size, Tensor) else before
 
 
 def push(state: Views, curve: Curve) -> Tensor:

@@ -4,17 +4,22 @@ Moments are averages of gradients, and a gradient changes coordinates with the s
 grad_raw = J * grad_weight, so that exp_avg takes one factor J and exp_avg_sq two.
 """
 
+import os
+import zipfile
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from . import _rule
+
 if TYPE_CHECKING:
     from .optimizer import SELAdam
 
 SMALLEST_SLOPE = 1e-3  # of the mean |J|: under it the division would turn rounding into momentum
-ADAM_KEYS = (
+POWERS = {"exp_avg": 1, "exp_avg_sq": 2, "max_exp_avg_sq": 2}  # of J that a moment takes
+ADAM_OPTIONS = (
     "lr",
     "betas",
     "eps",
@@ -26,17 +31,32 @@ ADAM_KEYS = (
     "differentiable",
     "fused",
     "decoupled_weight_decay",
-    "initial_lr",
-    "param_names",
 )
+GROUP_KEYS = (*ADAM_OPTIONS, "initial_lr", "param_names", "params")
 
 
 def from_adam(adam: Mapping[str, Any], state: dict[str, Any], slope: Tensor) -> None:
     """Put the moments and the step of an Adam state into a fresh SELAdam state of the same parameter, in place."""
-    state["step"] = torch.as_tensor(adam["step"], dtype=torch.float32).detach().clone().reshape(()).cpu()
-    for key, power in (("exp_avg", 1), ("exp_avg_sq", 2), ("max_exp_avg_sq", 2)):
+    state["step"] = as_step(adam["step"])
+    for key, power in POWERS.items():
         if key in adam and key in state:
             state[key] = adam[key].to(slope.device, slope.dtype).reshape(slope.shape) * slope**power
+
+
+def as_step(step: Any) -> Tensor:
+    """A count of steps as torch.optim.Adam keeps it; a copy, and older checkpoints hold plain numbers."""
+    return torch.as_tensor(step).detach().to("cpu", torch.float32, copy=True).reshape(())
+
+
+def adam_fault(state: Mapping[str, Any], shape: torch.Size, _: int) -> str | None:
+    """Why a saved state cannot be that of torch.optim.Adam for a parameter of this shape; None where it can."""
+    if "step" not in state or not {"exp_avg", "exp_avg_sq"} <= state.keys():
+        return f"its saved state has {', '.join(map(str, state)) or 'nothing'}, neither Adam's keys nor SELAdam's"
+    for key in POWERS:
+        value = state.get(key)
+        if key in state and not (isinstance(value, Tensor) and value.layout == torch.strided and value.shape == shape):
+            return f"its saved {key} {f'the shape {tuple(value.shape)}' if isinstance(value, Tensor) else repr(value)}"
+    return None
 
 
 def to_adam(optimizer: "SELAdam") -> dict[str, Any]:
@@ -62,27 +82,88 @@ def to_adam(optimizer: "SELAdam") -> dict[str, Any]:
         >>> adam.state[p]["exp_avg"].shape
         torch.Size([2, 2])
 
-    Source: the chain rule; see docs/guide.md for what continues and what does not.
+    Source: the chain rule; see docs/state.md for what continues and what does not.
     """
-    saved = optimizer.state_dict()
-    slopes = optimizer._slopes()
-    out: dict[int, dict[str, Any]] = {}
-    for position, (p, slope) in enumerate(slopes):
-        state = saved["state"].get(position)
-        if not state:
-            continue
-        if slope is None:
-            out[position] = {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}
-            continue
-        size = slope.abs()
-        floored = torch.where(slope < 0, -1.0, 1.0) * size.clamp_min(
-            SMALLEST_SLOPE * float(size.mean()) if size.numel() else 0.0
-        )
-        out[position] = {"step": state["step"].clone()}
-        for key, power in (("exp_avg", 1), ("exp_avg_sq", 2), ("max_exp_avg_sq", 2)):
-            if key in state:
-                out[position][key] = (state[key] / floored**power).to(p.dtype)
-    groups = []
-    for group in saved["param_groups"]:
-        groups.append({key: group[key] for key in (*ADAM_KEYS, "params") if key in group})
-    return {"state": out, "param_groups": groups}
+    converted = to_adam_state(optimizer.state_dict())
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    for position, p in enumerate(params):
+        state = converted["state"].get(position, {})
+        state.update({key: state[key].to(p.dtype) for key in POWERS if key in state})
+    return converted
+
+
+def to_adam_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """`to_adam` of a saved state, without the optimizer or the model: moments stay in the state's dtype.
+
+    torch.optim.Adam casts them to the parameters' dtype as it loads them.
+
+    Args:
+        state_dict: what SELAdam.state_dict() returned, by position or by name; it is not changed, and nothing is shared.
+
+    Raises:
+        ValueError: not a SELAdam state.
+
+    Example:
+        >>> from seloptim import SELAdam
+        >>> saved = SELAdam(torch.nn.Linear(2, 2).parameters()).state_dict()
+        >>> sorted(to_adam_state(saved)["state"][0])
+        ['exp_avg', 'exp_avg_sq', 'step']
+    """
+    check_layout(state_dict)
+    if not all("sel_format" in group for group in state_dict["param_groups"]):
+        raise ValueError("not a SELAdam state: its parameter groups hold no sel_format")
+    states: dict[Any, dict[str, Any]] = {}
+    for group in state_dict["param_groups"]:
+        for key in group["params"]:
+            saved = state_dict["state"].get(key)
+            if saved:
+                states[key] = _moments(saved, group, key)
+    groups = [{key: group[key] for key in GROUP_KEYS if key in group} for group in state_dict["param_groups"]]
+    return {"state": states, "param_groups": groups}
+
+
+def _moments(saved: Mapping[str, Any], group: Mapping[str, Any], key: Any) -> dict[str, Any]:
+    moments = {"step": as_step(saved["step"])}
+    if "raw" not in saved:
+        return moments | {name: saved[name].clone() for name in POWERS if name in saved}
+    batch_dims = group.get("batch_dims", 0)
+    reason = _rule.state_fault(saved, saved["raw"].shape, batch_dims)
+    if reason:
+        raise ValueError(f"parameter {key}: {reason}")
+    curve = _rule.Curve(saved["beta"], group["combine"], learned=(), has_n=True)
+    slope = _rule.slope(_rule.views(saved, batch_dims, amsgrad=False), curve).view(saved["raw"].shape)
+    size = slope.abs()
+    floor = SMALLEST_SLOPE * float(size.mean()) if size.numel() else 0.0
+    floored = torch.where(slope < 0, -1.0, 1.0) * size.clamp_min(floor)
+    return moments | {name: saved[name] / floored**power for name, power in POWERS.items() if name in saved}
+
+
+def check_layout(state_dict: Any) -> None:
+    """ValueError where `state_dict` is not laid out as what torch's optimizers save."""
+    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError('not an optimizer state: expected the keys "state" and "param_groups" of a state_dict()')
+    states, groups = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping) or not all(isinstance(state, Mapping) for state in states.values()):
+        raise ValueError('not an optimizer state: "state" must map parameters to mappings')
+    if not isinstance(groups, (list, tuple)) or not all(
+        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+    ):
+        raise ValueError('not an optimizer state: "param_groups" must be a list of mappings with "params"')
+
+
+def read_checkpoint(path: "str | os.PathLike[str]", mmap: bool = False) -> Any:
+    """What torch.save wrote to `path`, on the CPU; no code from the file runs.
+
+    mmap: leave the tensors in the file until they are read, where its format allows that.
+
+    Raises:
+        ValueError: no checkpoint, a truncated one, or one that holds more than tensors and plain values. OSError: no file.
+    """
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
+    except OSError:
+        raise
+    except Exception as error:  # what a damaged file makes torch raise has no common class
+        raise ValueError(
+            f"{os.fspath(path)} is no checkpoint of tensors and plain values, or is damaged; nothing in it was run"
+        ) from error

@@ -68,7 +68,7 @@ def sel_forward(
     raw, e, l, m, n, beta, owned = _prepare(raw, e, l, m, n, beta, combine)
     # The sign is a constant, +1 at zero: with it |raw| = s*raw has the derivative s, and s*s = 1 keeps zero alive.
     s = _sign_one_at_zero(raw)
-    a = raw * s
+    a = raw.abs() if owned else raw * s
     # E(a) = (e / beta) * exp(-n) * expm1(beta*m*a)
     E = _expm1_of(a, _times(beta, m), owned)
     E = torch.mul(E, s, out=E if owned else None)

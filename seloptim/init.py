@@ -106,12 +106,16 @@ def mismatched_(tensor_or_module: Weights, beta: float | str = "auto", curved: C
     return tensor_or_module
 
 
-def _mismatch(weight: Tensor, beta: float | str) -> None:
-    resolved = calibrate_beta(weight, beta) if isinstance(beta, str) else beta
+def shrink(weight: Tensor, *scales: float, beta: float) -> Tensor:
+    """What the mismatched initialisation makes of a weight, under the scales e, l, m, n."""
     # Through float32 for half precision: one rounding, at the end.
     precise = weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
-    raw = sel_inverse(precise, beta=resolved, combine="congruent")
-    weight.copy_(sel_forward(raw, beta=resolved, combine="mismatched"))
+    raw = sel_inverse(precise, *scales, beta=beta, combine="congruent")
+    return sel_forward(raw, *scales, beta=beta, combine="mismatched")
+
+
+def _mismatch(weight: Tensor, beta: float | str) -> None:
+    weight.copy_(shrink(weight, beta=calibrate_beta(weight, beta) if isinstance(beta, str) else beta))
 
 
 def _is_curved(name: str, p: Tensor, beta: float | str, curved: Curved) -> bool:

@@ -3,18 +3,20 @@
 import difflib
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adam import Adam, adam
+from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule
 from ._rule import KINDS, Hyper
 from ._shadow import DEFAULT_SCALE_LR, Shadow, differing, learned_kinds
-from .convert import from_adam
-from .functional import sel_forward
+from ._stats import LastStep
+from .convert import ADAM_OPTIONS, adam_fault, as_step, check_layout, from_adam
+from .init import RULES, shrink
 from .schedule import scale_lr_multiplier
 
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
@@ -33,6 +35,7 @@ SEL_DEFAULTS: dict[str, Any] = {
     "residual_rank": 0,
     "check_edits": "tracked",
 }
+EXECUTION = {"foreach", "capturable", "differentiable", "fused"}
 CHOICES = {
     "combine": ("mismatched", "congruent"),
     "init": ("preserve", "mismatched"),
@@ -93,6 +96,8 @@ class SELAdam(Shadow, torch.optim.Optimizer):
     Source: arXiv:2607.09967.
     """
 
+    _constructing = False  # True while torch's constructor adds the groups: weights wait until all have been checked
+
     def __init__(
         self,
         params: Any,
@@ -122,15 +127,10 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         check_edits: str = "tracked",
         **unknown: Any,
     ) -> None:
-        for name in unknown:
-            near = difflib.get_close_matches(name, [*SEL_DEFAULTS, *_ADAM_OPTIONS], 1)
-            raise TypeError(
-                f"{type(self).__name__} has no option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-            )
-        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-            raise ValueError(
-                f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?"
-            )
+        for name, value in unknown.items():
+            hint = _near(name, [*SEL_DEFAULTS, *ADAM_OPTIONS]) or f"; it has Adam's and {', '.join(SEL_DEFAULTS)}"
+            raise TypeError(f"{type(self).__name__} has no option {name}={value!r}{hint}")
+        _check_betas(betas)
         # torch's own constructor validates and normalises what is torch's own.
         adam_defaults = Adam(
             [torch.empty(0)],
@@ -164,9 +164,14 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             raise ValueError(
                 f'curved={curved!r} stands in a group; the constructor takes "matrices", "all", "none" or a callable'
             )
+        defaults = {**adam_defaults, **sel_defaults, "sel_format": FORMAT}
+        _check_group({**defaults, "params": []})
         self._seen = {}
         self._warned = set()
-        super().__init__(params, {**adam_defaults, **sel_defaults, "sel_format": FORMAT})
+        self._constructing = True
+        super().__init__(params, defaults)
+        del self._constructing
+        self._shrink(self.param_groups)
 
     # ------------------------------------------------------------------------------------------------------------ groups
 
@@ -183,10 +188,10 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             >>> optimizer.add_param_group({"params": b.parameters(), "curved": False, "lr": 1e-2})
         """
         if isinstance(param_group, dict):
-            for key in param_group.keys() - self.defaults.keys() - {"params", "param_names"}:
-                near = difflib.get_close_matches(key, self.defaults, 1, cutoff=0.8)
-                if near:
-                    raise ValueError(f"a parameter group has the option {key!r}; did you mean {near[0]!r}?")
+            for key in sorted(param_group.keys() - self.defaults.keys() - {"params", "param_names"}):
+                # Keys that mean nothing to us are allowed, as in torch: a user's own and schedulers'.
+                if hint := _near(key, self.defaults, cutoff=0.8):
+                    raise ValueError(f"a parameter group has no option {key}={param_group[key]!r}{hint}")
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -195,59 +200,67 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             if callable(group["curved"]):
                 group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
             if callable(group["beta"]):
-                group["beta"] = [_check_beta(group["beta"](name, p), name) for _, p, name in members]
-            self._refuse(group, members)
-            if group["init"] == "mismatched":
-                self._shrink(group, members)
+                # Not asked about parameters that stay plain: it may count on a matrix.
+                group["beta"] = [
+                    _check_beta(group["beta"](name, p), name) if self._choice(group, i, p) else "auto"
+                    for i, p, name in members
+                ]
+            self._refuse(group, [(p, name) for i, p, name in members if self._choice(group, i, p)])
+            if not self._constructing:
+                self._shrink([group])
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _refuse(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
-        """Options that a curved parameter cannot honour."""
+    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
+        """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
         if group["differentiable"]:
             raise ValueError(
                 f"differentiable=True is not supported by {type(self).__name__}; "
                 "seloptim.transform differentiates through steps, with torchopt"
             )
-        if group["curved"] in ("none", False) or (isinstance(group["curved"], list) and not any(group["curved"])):
-            return
-        if group["fused"]:
-            raise ValueError(
-                "fused=True is not available for curved parameters; leave fused=None, or use foreach=True to batch"
-            )
-        if group["capturable"]:
-            raise ValueError("capturable=True is not available for curved parameters; leave capturable=False")
-        for _, p, name in members:
-            candidate = p.is_floating_point() and (group["curved"] != "matrices" or p.dim() >= 2)
-            if candidate and p.dim() < group["batch_dims"]:
+        for p, name in candidates:
+            if group["fused"]:
                 raise ValueError(
-                    f"batch_dims={group['batch_dims']} needs more dimensions than parameter {name} has ({p.dim()})"
+                    f"fused=True is not available for curved parameters ({name}); leave fused=None, or use foreach=True to batch"
+                )
+            if group["capturable"]:
+                raise ValueError(
+                    f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
+                )
+            if p.dim() < group["batch_dims"]:
+                raise ValueError(
+                    f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
+                    "put it into a group with fewer batch_dims"
                 )
 
     @torch.no_grad()
-    def _shrink(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
+    def _shrink(self, groups: list[dict[str, Any]]) -> None:
         """The mismatched initialisation. What depends on the weights is decided before it, since it changes them."""
-        chosen = [self._is_curved(group, i, p, name) for i, p, name in members]
-        betas = [2.0] * len(members)
+        groups = [group for group in groups if group["init"] == "mismatched"]
         shrunk: list[tuple[Tensor, Tensor]] = []
-        for (i, p, name), is_curved in zip(members, chosen, strict=True):
-            if not is_curved:
-                continue
-            if p.is_meta:
-                raise ValueError(
-                    f"init='mismatched' needs the weights of parameter {name}, which is on the meta device"
-                )
-            betas[i] = self._resolve_beta(group, i, p, name)
-            scales = self._scale_init(group, betas[i])
-            try:
-                raw = _rule.inverse(p, scales, beta=betas[i], combine="congruent")
-            except ValueError as error:
-                raise ValueError(f"parameter {name}: {error}") from error
-            shrunk.append((p, sel_forward(raw, *scales.values(), beta=betas[i], combine="mismatched")))
+        decided: list[tuple[list[bool], list[float | str]]] = [([], []) for _ in groups]
+        for group, (curved, betas) in zip(groups, decided, strict=True):
+            for i, p, name in [(i, p, name) for g, i, p, name in self._members() if g is group]:
+                curved.append(self._is_curved(group, i, p, name))
+                betas.append("auto")
+                if not curved[-1]:
+                    continue
+                if p.is_meta:
+                    raise ValueError(
+                        f"init='mismatched' needs the weights of parameter {name}, which is on the meta device; "
+                        "materialise it before, or use init='preserve'"
+                    )
+                betas[-1] = beta = self._resolve_beta(group, i, p, name)
+                try:
+                    shrunk.append((p, shrink(p.detach(), *self._scale_init(group, beta).values(), beta=beta)))
+                except ValueError as error:
+                    raise ValueError(f"parameter {name}: {error}") from error
+        # Everything that can fail comes before the first write.
         for p, weight in shrunk:
             p.copy_(weight)
-        group["curved"], group["beta"] = chosen, betas
+        for group, (curved, betas) in zip(groups, decided, strict=True):
+            group["curved"], group["beta"] = curved, betas
 
     # -------------------------------------------------------------------------------------------------------------- step
 
@@ -291,13 +304,14 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             kind = plain
             if self._is_curved(group, i, p, name):
                 kind = curved
-                if not self._has_raw(p):
-                    self._create(group, i, p, name)
-                else:
-                    self._check_edit(group, i, p, name)
+                self._settle(group, i, p, name)
+            else:
+                self._settle_plain(group, p)
             if not kind or kind[-1][0] is not group:
                 kind.append((group, []))
             kind[-1][1].append(p)
+        if self._only_creates(with_grad):
+            return loss
         for group, params in curved:
             self._step_curved(group, params)
         for group, params in plain:
@@ -318,12 +332,38 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
             view, curve = self._views(p, group), self._curve(p, group)
             items.append(_execute.Item(p, p.grad, view, curve, done + 1, slope, rates[key]))
+            # Until the step is through, only the values can tell where an interruption has left p and raw.
+            self._seen[p] = self._seen[p]._replace(version=-1)
         batched = group["foreach"] if group["foreach"] is not None else params[0].device.type != "cpu"
         with torch.autocast(params[0].device.type, enabled=False):
             _execute.run(items, hyper, batched=batched)
-        for p in params:
+        for p, item in zip(params, items, strict=True):
             self.state[p]["step"] += 1
-            self._remember(p)
+            self._remember(p, item.curve.has_n)
+
+    def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
+        """Whether this is a step that torch.distributed.checkpoint takes to have state created: at lr = 0, with zero gradients.
+
+        Such a first step is not counted, since without a checkpoint it would not have been taken.
+        """
+        return all(
+            not (isinstance(group["lr"], float) and group["lr"])
+            and float(self.state[p]["step"]) == 0
+            and float(group["lr"]) == 0
+            for group, _, p, _ in members
+        ) and not any(bool(p.grad.any()) for _, _, p, _ in members if p.grad is not None)
+
+    def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
+        """State of a parameter that is not curved, as torch.optim.Adam makes it, where p lives now."""
+        state = self.state[p]
+        if state:
+            state.pop("from_adam", None)
+            self._follow(p)
+            return
+        on_device = group["capturable"] or group["fused"]
+        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+        for moment in _rule.MOMENTS if group["amsgrad"] else _rule.MOMENTS[:2]:
+            state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """torch.optim.Adam, by torch's own functions, for the parameters of a group that are not curved."""
@@ -348,21 +388,37 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             decoupled_weight_decay=group["decoupled_weight_decay"],
         )
 
+    def _last_step(self, group: dict[str, Any], p: Tensor) -> LastStep | None:
+        state = self.state[p]
+        step = float(state["step"])
+        if step == 0:
+            return None
+        slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
+        rates = torch.tensor(_rates(group, step - 1), dtype=state["raw"].dtype, device=p.device)
+        return LastStep(_hyper(group), step, slope, rates)
+
     # -------------------------------------------------------------------------------------------------- saving, loading
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch.optim.Optimizer.state_dict: tensors and plain numbers, under the names of docs/math.md.
 
-        State that does not exist yet is created, for every curved parameter that requires grad and has values.
+        State that does not exist yet is created, for every parameter that requires grad and has values, and edits that can be
+        seen (`check_edits`) are taken into it: what is saved is the model as it is.
 
         Example:
             >>> from seloptim import SELAdam
             >>> optimizer = SELAdam(torch.nn.Linear(2, 2).parameters())
             >>> sorted(optimizer.state_dict()["state"][0])[:4]
-            ['beta', 'exp_avg', 'exp_avg_sq', 'mean_slope']
+            ['beta', 'exp_avg', 'exp_avg_sq', 'initial_rms']
         """
-        self._ensure_all()
+        for group, i, p, name in self._members():
+            if p.is_meta or not (p.requires_grad or self._has_raw(p)):
+                continue
+            if self._is_curved(group, i, p, name):
+                self._settle(group, i, p, name)
+            else:
+                self._settle_plain(group, p)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -380,6 +436,8 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             >>> optimizer, other = SELAdam(model.parameters()), SELAdam(model.parameters())
             >>> other.load_state_dict(optimizer.state_dict())
         """
+        if not isinstance(state_dict, Mapping):
+            check_layout(state_dict)
         # Runs behind the user's pre-hooks, whose result is what must be loaded.
         handle = self.register_load_state_dict_pre_hook(_keep_incoming)
         try:
@@ -388,74 +446,85 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             handle.remove()
             self.__dict__.pop("_incoming", None)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch leaves the hooks out. All of __dict__ would be too much: schedulers put a patched step there.
+        hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
+        return {**super().__getstate__(), **hooks, "_warned": self._warned}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Both halves of torch's design meet here: a loaded state_dict, and an unpickled or copied optimizer."""
         incoming = self.__dict__.pop("_incoming", None)
-        groups_before = self.__dict__.get("param_groups", [])
+        if incoming is None:
+            super().__setstate__(state)
+            self._seen = {}
+            for hooks in (value for key, value in self.__dict__.items() if key.endswith("_hooks")):
+                # Ids are counted in the process: the next hook must not replace an unpickled one.
+                RemovableHandle.next_id = max(RemovableHandle.next_id, *(key + 1 for key in hooks), 0)
+            for group in self.param_groups:
+                group.update({**SEL_DEFAULTS, **self.defaults, **group})
+            return
+        before = self.state, self.param_groups, self._seen
         super().__setstate__(state)
-        self.__dict__.setdefault("_warned", set())
         self._seen = {}
-        for k, group in enumerate(self.param_groups):
-            live = groups_before[k] if incoming is not None else {}
-            for key in (*_ADAM_OPTIONS, *SEL_DEFAULTS, "sel_format"):
-                if key not in group:
-                    group[key] = live.get(key, self.defaults.get(key, SEL_DEFAULTS.get(key)))
-        if incoming is not None:
+        try:
+            for live, group in zip(before[1], self.param_groups, strict=True):
+                group.update(_merged(live, group))
             self._reinstall(incoming)
+        except BaseException:
+            self.state, self.param_groups, self._seen = before
+            raise
 
     def _check_incoming(self, state_dict: dict[str, Any]) -> None:
         """Everything that can be wrong with a saved state, before anything changes."""
-        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise ValueError('not an optimizer state: expected the keys "state" and "param_groups" of a state_dict()')
-        live = {id(group): [] for group in self.param_groups}
-        for group, _, p, name in self._members():
-            live[id(group)].append((p, name))
-        for k, (group, saved) in enumerate(zip(self.param_groups, state_dict["param_groups"], strict=False)):
-            members = live[id(group)]
-            if len(members) != len(saved["params"]):
-                return  # torch's own error says so
+        check_layout(state_dict)
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            return  # torch's own error says so
+        _check_names(self.param_groups, groups)
+        members = self._members()
+        for live, saved in zip(self.param_groups, groups, strict=True):
             version = saved.get("sel_format", FORMAT)
-            if version > FORMAT:
+            if not isinstance(version, int) or version > FORMAT:
                 raise ValueError(
                     f"the state has format {version}, this seloptim reads up to {FORMAT}; upgrade seloptim to load it"
                 )
-            if "param_names" in group and "param_names" in saved:
-                have = [_bare(name) for name in group["param_names"]]
-                want = [_bare(name) for name in saved["param_names"]]
-                if have != want and sorted(have) == sorted(want):
-                    at = next(i for i, (a, b) in enumerate(zip(have, want, strict=True)) if a != b)
+            merged = _merged(live, saved)
+            _check_adam_options(merged)
+            _check_group(merged)
+            for saved_id in saved["params"]:
+                _, _, p, name = next(members)
+                state = state_dict["state"].get(saved_id)
+                if not state:
+                    continue
+                fault = _rule.state_fault if "raw" in state else adam_fault
+                reason = fault(state, p.shape, merged["batch_dims"])
+                if reason:
                     raise ValueError(
-                        f"group {k} has the saved names in another order: position {at} is {have[at]!r} here and {want[at]!r} in the "
-                        "state; loading is by position, build the optimizer with the parameters in the saved order"
+                        f"parameter {name} has shape {tuple(p.shape)}, but {reason}: "
+                        "the state belongs to another model, another order of parameters or another optimizer"
                     )
-            for (p, name), saved_id in zip(members, saved["params"], strict=True):
-                for key in ("raw", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"):
-                    value = state_dict["state"].get(saved_id, {}).get(key)
-                    if isinstance(value, Tensor) and value.shape != p.shape:
-                        raise ValueError(
-                            f"parameter {name} has shape {tuple(p.shape)}, its saved {key} {tuple(value.shape)}: "
-                            "the state belongs to another model or another order of parameters"
-                        )
 
     @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
-        """Put the saved tensors back in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
+        """Copies of the saved tensors in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
         saved_ids = [(k, "sel_format" in group) for group in incoming["param_groups"] for k in group["params"]]
         moved: list[tuple[str, float]] = []
         for (saved_id, ours), (group, _, p, name) in zip(saved_ids, self._members(), strict=True):
             saved = incoming["state"].get(saved_id)
             if not saved:
                 continue
-            if "raw" not in saved:
-                if not ours and "exp_avg" in saved:
-                    self._mark_adam(saved, group, p)
-                continue
-            dtype = _rule.state_dtype(p.dtype)
+            state = self.state[p]
             for key, value in saved.items():
-                if isinstance(value, Tensor) and key == "step":
-                    self.state[p][key] = value.detach().clone()
-                elif isinstance(value, Tensor):
-                    self.state[p][key] = value.detach().to(p.device, dtype, copy=True).contiguous()
-            self._remember(p)
+                if isinstance(value, Tensor) and key != "step":
+                    dtype = _rule.state_dtype(p.dtype) if "raw" in saved else value.dtype
+                    state[key] = value.detach().to(p.device, dtype, copy=True)
+            if "raw" not in saved:
+                # torch has put the step where capturable and fused want it.
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).detach().clone()
+                if not ours:
+                    state["from_adam"] = 1  # slopes are known when the weights are: they may be loaded later
+                continue
+            state["step"] = as_step(saved["step"])
             change = self._restore(group, p)
             if change > 0:
                 moved.append((name, change))
@@ -468,40 +537,24 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             )
 
     def _restore(self, group: dict[str, Any], p: Tensor) -> float:
-        """p <- map(raw) where the two differ; the largest change."""
+        """p <- map(raw), whole, where the two differ anywhere; the largest change."""
         if p.is_meta:
             return 0.0
-        mapped = _rule.push(self._views(p, group), self._curve(p, group)).view(p.shape)
+        curve = self._curve(p, group)
+        mapped = _rule.push(self._views(p, group), curve).view(p.shape)
         differs = differing(p, mapped)
-        if not bool(differs.any()):
-            return 0.0
-        change = float((p[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
-        p.copy_(torch.where(differs, mapped.to(p.dtype), p))
-        self._remember(p)
+        change = 0.0
+        if bool(differs.any()):
+            change = float((p[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
+            p.copy_(mapped)
+        self._remember(p, curve.has_n)
         return change
-
-    def _mark_adam(self, saved: dict[str, Any], group: dict[str, Any], p: Tensor) -> None:
-        """Keep a state that torch.optim.Adam saved, in its own dtype, until the parameter's curved state is needed.
-
-        Its weights may be loaded after the optimizer, so that the slopes are not known yet.
-        """
-        for key, value in saved.items():
-            if isinstance(value, Tensor):
-                self.state[p][key] = value.detach().clone() if key == "step" else value.detach().to(p.device, copy=True)
-        self.state[p]["from_adam"] = 1
 
     def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         adam_state = self.state.get(p)
         super()._create(group, i, p, name)
         if adam_state and "from_adam" in adam_state:
             from_adam(adam_state, self.state[p], self._slope(p, group))
-
-    @torch.no_grad()
-    def _slopes(self) -> list[tuple[Tensor, Tensor | None]]:
-        """(p, slope in p's shape, or None where p is not curved) by position in the state_dict."""
-        return [
-            (p, self._slope(p, group) if "raw" in self.state.get(p, {}) else None) for group, _, p, _ in self._members()
-        ]
 
 
 class SELAdamW(SELAdam):
@@ -555,23 +608,37 @@ class SELAdamW(SELAdam):
         )
 
 
-_ADAM_OPTIONS = (
-    "lr",
-    "betas",
-    "eps",
-    "weight_decay",
-    "amsgrad",
-    "maximize",
-    "foreach",
-    "capturable",
-    "differentiable",
-    "fused",
-    "decoupled_weight_decay",
-)
+def _check_names(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Loading is by position: a name that stands at another one would get another parameter's state."""
+    here, there = _names(live), _names(saved)
+    if here is None or there is None:
+        return
+    for at, (mine, theirs) in enumerate(zip(here, there, strict=True)):
+        if mine != theirs and (mine in there or theirs in here):
+            raise ValueError(
+                f"the saved names stand in another order: position {at} is {mine!r} here and {theirs!r} in the state; loading is "
+                "by position, build the optimizer with the parameters in the saved order"
+            )
 
 
-def _bare(name: str) -> str:
-    return name.replace("module.", "").replace("_orig_mod.", "")
+def _names(groups: list[dict[str, Any]]) -> list[str] | None:
+    """The parameters' names without what wrappers put in front; None where not all are named."""
+    names: list[str] = []
+    for group in groups:
+        # torch.distributed.checkpoint sorts `params`, which are names then, and not `param_names`.
+        given = group["params"] if all(isinstance(p, str) for p in group["params"]) else group.get("param_names")
+        if given is None or len(given) != len(group["params"]):
+            return None
+        names += (".".join(part for part in name.split(".") if part not in ("module", "_orig_mod")) for name in given)
+    return names
+
+
+def _merged(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group's options over the live group's. What belongs to the live optimizer stays: parameters, their names,
+    and, where another optimizer saved the group, how steps are executed."""
+    own = {"params", "param_names"} | (set() if "sel_format" in saved else EXECUTION)
+    kept = {key: value for key, value in live.items() if key in own or key not in saved}
+    return {**saved, **kept, "sel_format": FORMAT}
 
 
 def _keep_incoming(optimizer: Any, state_dict: dict[str, Any]) -> None:
@@ -614,8 +681,21 @@ def _rates(group: dict[str, Any], done: float) -> list[float]:
 # ------------------------------------------------------------------------------------------------------------- validation
 
 
+def _near(name: str, options: Iterable[str], cutoff: float = 0.6) -> str:
+    near = difflib.get_close_matches(name, options, 3, cutoff)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _check_betas(betas: Any) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(
+            f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?"
+        )
+
+
 def _check_group(group: dict[str, Any]) -> None:
-    """Every SEL option of a group; mappings become plain dicts, so that a saved group holds only plain values."""
+    """Every SEL option of a group; all become plain values, so that torch.load(weights_only=True) reads a saved group."""
+    _check_betas(group["betas"])
     for name, allowed in CHOICES.items():
         if group[name] not in allowed:
             raise ValueError(f"Invalid {name}: {group[name]!r}; use one of {', '.join(map(repr, allowed))}")
@@ -630,7 +710,7 @@ def _check_group(group: dict[str, Any]) -> None:
     if isinstance(beta, list) and len(beta) == len(group["params"]):
         group["beta"] = [_check_beta(b, f"{i} of its group") for i, b in enumerate(beta)]
     elif not callable(beta):
-        _check_beta(beta, None)
+        group["beta"] = _check_beta(beta)
     for name in ("batch_dims", "residual_rank"):
         if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 0:
             raise ValueError(f"Invalid {name}: {group[name]!r}; use an int >= 0")
@@ -643,21 +723,30 @@ def _check_group(group: dict[str, Any]) -> None:
     group["scale_lr"] = _check_scale_lr(group["scale_lr"])
 
 
-def _check_beta(beta: Any, name: str | None) -> Any:
+def _check_adam_options(group: Mapping[str, Any]) -> None:
+    """torch's own checks of what a saved group holds of Adam's options."""
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(f"Invalid betas: {betas!r}; use a pair of numbers")
+    if not isinstance(group["lr"], (int, float, Tensor)):
+        raise ValueError(f"Invalid learning rate: {group['lr']!r}; use a number or a tensor")
+    try:
+        Adam([torch.empty(0)], 1e-3, tuple(betas), group["eps"], group["weight_decay"])
+    except TypeError as error:
+        raise ValueError(f"Invalid options in the saved group: {error}") from error
+
+
+def _check_beta(beta: Any, name: str | None = None) -> float | str:
     where = "" if name is None else f" for parameter {name}"
     if isinstance(beta, (tuple, list)):
         raise ValueError(f"beta is the curvature, one number, got {beta!r}{where}; did you mean betas={tuple(beta)!r}?")
-    if isinstance(beta, str):
-        if name is not None or beta not in ("auto", "width"):
-            raise ValueError(
-                f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
-            )
+    if isinstance(beta, str) and beta in RULES:
         return beta
     try:
         number = float(beta)
     except (TypeError, ValueError):
         number = math.nan
-    if isinstance(beta, bool) or not 0 < number < math.inf:
+    if isinstance(beta, (bool, str)) or not 0 < number < math.inf:
         raise ValueError(
             f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
         )
@@ -682,7 +771,7 @@ def _check_scale_init(given: Any) -> dict[str, Any] | None:
         )
         if not fine:
             raise ValueError(f"Invalid scale_init for {kind}: {value!r}; use a finite number or 'beta'")
-    return dict(given)
+    return {kind: value if value == "beta" else float(value) for kind, value in given.items()}
 
 
 def _check_scale_lr(given: Any) -> dict[str, Any] | None:
@@ -700,5 +789,5 @@ def _check_scale_lr(given: Any) -> dict[str, Any] | None:
             raise ValueError(
                 f"Invalid scale_lr for {kind}: {value!r}; use None (frozen), a positive number or a pair (start, end) of them"
             )
-        checked[kind] = list(value) if isinstance(value, (tuple, list)) else value
+        checked[kind] = None if value is None else [float(v) for v in numbers]
     return checked

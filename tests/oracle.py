@@ -46,10 +46,10 @@ def sel_unmap(
         last = torch.where(m > 0, e * s * weight.sign() * math.inf, coefficient)
         rising = (first >= 0) & (last >= 0) & ((first > 0) | (last > 0))
         low, high = zero, zero + 1e-3
-        for _ in range(60):
+        for _ in range(130):
             high = torch.where(value(high) < weight.abs(), 2 * high, high)
         reached = value(high) >= weight.abs()
-        for _ in range(200):
+        for _ in range(250):
             middle = (low + high) / 2
             below = value(middle) < weight.abs()
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)

@@ -8,7 +8,7 @@ from typing import Any
 import mpmath
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -282,6 +282,7 @@ def test_inverse_round_trip(combine: str, beta: float) -> None:
 
 
 @settings(deadline=None, max_examples=200)
+@example(weight=-1.0, e=0.0, l=-2.6758762715506193e-29, m=0.0, n=0.0, beta=1.0, previous=None, combine="mismatched")
 @given(
     weight=st.one_of(st.floats(-200, 200), st.floats(-1e-6, 1e-6)).filter(lambda w: w == 0 or abs(w) > 1e-250),
     e=st.one_of(st.floats(-50, 50), st.just(0.0), st.floats(-1e-9, 1e-9)).filter(lambda v: v == 0 or abs(v) > 1e-30),

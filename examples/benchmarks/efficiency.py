@@ -1,0 +1,392 @@
+"""How many steps does SELAdam save? Final validation losses of optimizers, each at its own best learning rate.
+
+    python examples/benchmarks/efficiency.py --suite quick              # a small table, in under 15 minutes on two cores
+    python examples/benchmarks/efficiency.py --suite gpt --minutes 60   # an hour of a longer suite; call again to go on
+    python examples/benchmarks/efficiency.py --suite gpt --report       # the table of what has been run so far
+
+Every finished run is one line in results/efficiency.jsonl, with its settings, curve, times and machine, so that a killed
+process loses one run at most. A learning rate that is best at the edge of its grid extends the grid, whatever the optimizer.
+Comparisons hold at the end of training only, where the schedule has brought every learning rate down.
+"""
+
+import argparse
+import copy
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import train_gpt
+
+from seloptim import SELAdam, param_groups
+
+RESULTS = Path(__file__).parent / "results" / "efficiency.jsonl"
+STEP = math.sqrt(2)  # between neighbours of a grid of learning rates
+EVALUATIONS = 20
+
+
+class Task(NamedTuple):
+    """What is trained: `kind` gpt, mlp, conv or finetune."""
+
+    kind: str
+    width: int
+    depth: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.width}x{self.depth}, {self.steps} steps"
+
+
+class Family(NamedTuple):
+    """An optimizer with its settings, and the learning rates at which it is first tried."""
+
+    label: str
+    optimizer: str
+    settings: dict[str, Any]
+    rates: tuple[float, ...]
+
+
+class Suite(NamedTuple):
+    tasks: tuple[Task, ...]
+    families: tuple[Family, ...]
+    seeds: tuple[int, ...]
+
+
+# ------------------------------------------------------------------------------------------------------------- tasks
+
+
+class Problem(NamedTuple):
+    model: nn.Module
+    batch_loss: Callable[[nn.Module, torch.Generator], Tensor]
+    validate: Callable[[nn.Module], float]
+
+
+def gpt(task: Task, seed: int) -> Problem:
+    context, batch = 128, 8
+    text = _text()
+    torch.manual_seed(seed)
+    model = train_gpt.GPT(text.vocabulary, task.width, task.depth, max(1, task.width // 32), context)
+    starts = torch.linspace(0, len(text.val) - context - 1, 64, dtype=torch.float64).long()
+    held_out = [train_gpt.windows(text.val, part, context, "cpu") for part in starts.split(16)]
+
+    def loss(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+        return train_gpt.linear_cross_entropy(model(inputs), model.head.weight, targets)  # type: ignore[union-attr,arg-type]
+
+    def batch_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+        at = torch.randint(len(text.train) - context, (batch,), generator=generator)
+        return loss(model, *train_gpt.windows(text.train, at, context, "cpu"))
+
+    def validate(model: nn.Module) -> float:
+        return statistics.fmean(loss(model, *part).item() for part in held_out)
+
+    return Problem(model, batch_loss, validate)
+
+
+_cached: dict[str, Any] = {}
+
+
+def _text() -> train_gpt.Text:
+    if "text" not in _cached:
+        _cached["text"] = train_gpt.load_text(None)
+    return _cached["text"]
+
+
+def digits(task: Task, seed: int) -> Problem:
+    """An MLP or a small convolution net on scikit-learn's digits; `finetune` starts where Adam left the upright digits."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    x, y = torch.tensor(data.data, dtype=torch.float32) / 16 - 0.3, torch.tensor(data.target)  # type: ignore[attr-defined]
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
+    train, val = order[:1300], order[1300:]
+    torch.manual_seed(seed)
+    if task.kind == "conv":
+        layers: list[nn.Module] = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, task.width, 3, padding=1), nn.ReLU()]
+        for _ in range(task.depth - 1):
+            layers += [nn.Conv2d(task.width, task.width, 3, padding=1), nn.ReLU()]
+        model = nn.Sequential(*layers, nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16 * task.width, 10))
+    else:
+        layers = [nn.Linear(64, task.width), nn.ReLU()]
+        for _ in range(task.depth - 1):
+            layers += [nn.Linear(task.width, task.width), nn.ReLU()]
+        model = nn.Sequential(*layers, nn.Linear(task.width, 10))
+
+    def make(inputs: Tensor) -> Problem:
+        def batch_loss(model: nn.Module, generator: torch.Generator) -> Tensor:
+            chosen = train[torch.randint(len(train), (64,), generator=generator)]
+            return F.cross_entropy(model(inputs[chosen]), y[chosen], label_smoothing=0.1)
+
+        def validate(model: nn.Module) -> float:
+            return F.cross_entropy(model(inputs[val]), y[val], label_smoothing=0.1).item()
+
+        return Problem(model, batch_loss, validate)
+
+    if task.kind != "finetune":
+        return make(x)
+    upright = make(x)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(300):
+        optimizer.zero_grad()
+        upright.batch_loss(model, generator).backward()
+        optimizer.step()
+    return make(x.view(-1, 8, 8).mT.reshape(-1, 64))
+
+
+TASKS: dict[str, Callable[[Task, int], Problem]] = {"gpt": gpt, "mlp": digits, "conv": digits, "finetune": digits}
+
+
+# -------------------------------------------------------------------------------------------------------- optimizers
+
+
+class Muon32(torch.optim.Optimizer):
+    """torch.optim.Muon(adjust_lr_fn="match_rms_adamw") with its products in float32: bfloat16 ones are slow on a CPU."""
+
+    def __init__(self, params: Any, lr: float, momentum: float = 0.95, weight_decay: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                buffer.lerp_(p.grad, 1 - group["momentum"])
+                update = orthogonalize(p.grad.lerp(buffer, group["momentum"]))
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
+
+
+def orthogonalize(update: Tensor) -> Tensor:
+    """The nearest semi-orthogonal matrix, roughly: five Newton-Schulz steps of torch.optim.Muon's quintic."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    wide = update.mT if update.shape[0] > update.shape[1] else update
+    x = wide / wide.norm().clamp(min=1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if update.shape[0] > update.shape[1] else x
+
+
+def make_optimizers(family: Family, model: nn.Module, lr: float, steps: int) -> list[torch.optim.Optimizer]:
+    settings = dict(family.settings)
+    if family.optimizer == "adamw":
+        return [torch.optim.AdamW(model.parameters(), lr=lr, **settings)]
+    if family.optimizer == "muon":
+        curved, plain = _curved_and_plain(model)
+        return [
+            Muon32([p for p in curved if p.ndim == 2], lr=lr),
+            torch.optim.AdamW([*plain, *(p for p in curved if p.ndim != 2)], lr=lr / 2),
+        ]
+    if family.optimizer == "schedulefree":
+        import schedulefree  # type: ignore[import-not-found]
+
+        return [schedulefree.AdamWScheduleFree(model.parameters(), lr=lr, warmup_steps=steps // 20, **settings)]
+    if family.optimizer == "slope":
+        # Adam whose rate for each tensor is multiplied by the mean slope that SELAdam would have had: only a larger rate.
+        sel = SELAdam(param_groups(copy.deepcopy(model)), **settings)
+        sel.state_dict()
+        curved = {name: sel.state[p]["mean_slope"] for name, p in sel.named_curved()}
+        groups = [{"params": [p], "lr": lr * curved.get(name, 1.0)} for name, p in model.named_parameters()]
+        return [torch.optim.AdamW(groups, lr=lr, weight_decay=0.0)]
+    if settings.get("anneal_steps") == "run":
+        settings["anneal_steps"] = steps
+    return [SELAdam(param_groups(model), lr=lr, **settings)]
+
+
+def _curved_and_plain(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    parts: dict[bool, list[Tensor]] = {True: [], False: []}
+    for group in param_groups(model):
+        parts[group["curved"]] += [p for _, p in group["params"]]
+    return parts[True], parts[False]
+
+
+# --------------------------------------------------------------------------------------------------------------- runs
+
+
+def key(task: Task, family: Family, lr: float, seed: int) -> str:
+    return json.dumps([*task, family.optimizer, family.settings, float(f"{lr:.6g}"), seed], sort_keys=True)
+
+
+def run(task: Task, family: Family, lr: float, seed: int) -> dict[str, Any]:
+    problem = TASKS[task.kind](task, seed)
+    model, generator = problem.model, torch.Generator().manual_seed(seed + 1)
+    optimizers = make_optimizers(family, model, lr, task.steps)
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    peaks = [group["lr"] for group in groups]
+    scheduled = family.optimizer != "schedulefree"
+    wall, cpu, curve = time.perf_counter(), time.process_time(), []
+    for step in range(task.steps):
+        if scheduled:
+            for group, peak in zip(groups, peaks, strict=True):
+                warm = min(1.0, (step + 1) / max(1, task.steps // 20))
+                group["lr"] = peak * warm * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * step / task.steps)))
+        model.zero_grad()
+        loss = problem.batch_loss(model, generator)
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        if not math.isfinite(loss.item()):
+            curve.append([step + 1, math.inf])
+            break
+        if (step + 1) % max(1, task.steps // EVALUATIONS) == 0 or step + 1 == task.steps:
+            for optimizer in optimizers if not scheduled else ():
+                optimizer.eval()  # type: ignore[attr-defined]
+            with torch.no_grad():
+                curve.append([step + 1, round(problem.validate(model), 6)])
+            for optimizer in optimizers if not scheduled else ():
+                optimizer.train()  # type: ignore[attr-defined]
+    return {
+        "key": key(task, family, lr, seed),
+        "task": task._asdict(),
+        "optimizer": family.optimizer,
+        "settings": family.settings,
+        "lr": lr,
+        "seed": seed,
+        "final": curve[-1][1],
+        "curve": curve,
+        "wall_seconds": round(time.perf_counter() - wall, 2),
+        "cpu_seconds": round(time.process_time() - cpu, 2),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, torch {torch.__version__}",
+    }
+
+
+class Record:
+    """What has been run; get() runs what has not, until the time is over."""
+
+    def __init__(self, path: Path, minutes: float) -> None:
+        self.path, self.until = path, time.monotonic() + 60 * minutes
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.done = {entry["key"]: entry for entry in map(json.loads, lines)}
+
+    def get(self, task: Task, family: Family, lr: float, seed: int) -> dict[str, Any] | None:
+        wanted = key(task, family, lr, seed)
+        if wanted not in self.done:
+            if time.monotonic() > self.until:
+                return None
+            entry = run(task, family, lr, seed)
+            self.path.parent.mkdir(exist_ok=True)
+            with self.path.open("a") as file:
+                file.write(json.dumps(entry) + "\n")
+            self.done[wanted] = entry
+            print(f"{task}: {family.label} lr {lr:.3g} seed {seed}: {entry['final']:.4f}", file=sys.stderr, flush=True)
+        return self.done[wanted]
+
+
+def best_rate(record: Record, task: Task, family: Family, seed: int) -> tuple[dict[float, float], float] | None:
+    """(final loss by rate, best rate) on one seed; the grid grows until the best rate has a neighbour on either side."""
+    rates = sorted(family.rates)
+    finals: dict[float, float] = {}
+    while True:
+        for lr in rates:
+            if lr not in finals:
+                entry = record.get(task, family, lr, seed)
+                if entry is None:
+                    return None
+                finals[lr] = entry["final"]
+        best = min(rates, key=lambda lr: finals[lr])
+        if best == rates[0]:
+            rates.insert(0, best / STEP)
+        elif best == rates[-1]:
+            rates.append(best * STEP)
+        else:
+            return finals, best
+
+
+# ------------------------------------------------------------------------------------------------------------- report
+
+
+def steps_to(curve: list[list[float]], target: float) -> float | None:
+    """The first step at which a curve, linear between its points, is at or below the target."""
+    before: list[float] | None = None
+    for step, loss in curve:
+        if loss <= target:
+            if before is None or before[1] <= loss:
+                return step
+            share = (before[1] - target) / (before[1] - loss)
+            return before[0] + share * (step - before[0])
+        before = [step, loss]
+    return None
+
+
+def report(record: Record, suite: Suite) -> Iterator[str]:
+    for task in suite.tasks:
+        yield f"\n### {task}\n"
+        yield f"Each at its own best rate; {len(suite.seeds)} seeds; steps to the first row's final loss, as a share of its steps.\n"
+        yield "| optimizer | best lr | final loss, mean (spread) | steps to match | by rate, first seed |"
+        yield "|---|---|---|---|---|"
+        reference: dict[int, float] = {}
+        for family in suite.families:
+            found = best_rate(record, task, family, suite.seeds[0])
+            if found is None:
+                yield f"| {family.label} | not finished | | | |"
+                continue
+            finals, best = found
+            entries = [record.get(task, family, best, seed) for seed in suite.seeds]
+            done = [entry for entry in entries if entry is not None]
+            losses = [entry["final"] for entry in done]
+            if not reference:
+                reference = {entry["seed"]: entry["final"] for entry in done}
+            shares = [
+                steps_to(entry["curve"], reference[entry["seed"]]) for entry in done if entry["seed"] in reference
+            ]
+            reached = [share / task.steps for share in shares if share is not None]
+            match = (
+                f"{statistics.fmean(reached):.2f}"
+                if len(reached) == len(done)
+                else f"{len(reached)} of {len(done)} reach it"
+            )
+            by_rate = ", ".join(f"{lr:.2g}: {loss:.3f}" for lr, loss in sorted(finals.items()))
+            spread = f"{min(losses):.3f} to {max(losses):.3f}" if len(losses) > 1 else "one seed"
+            yield f"| {family.label} | {best:.2g} | {statistics.fmean(losses):.4f} ({spread}) | {match} | {by_rate} |"
+
+
+PAPER_INIT = {"init": "mismatched", "anneal_steps": "run"}
+ADAM = Family("AdamW", "adamw", {"weight_decay": 0.0}, (1e-3, 1.41e-3, 2e-3, 2.83e-3))
+SEL = Family("SELAdam, defaults", "sel", {}, (7e-4, 1e-3, 1.41e-3, 2e-3))
+SEL_PAPER = Family("SELAdam, mismatched init", "sel", PAPER_INIT, (7e-4, 1e-3, 1.41e-3, 2e-3))
+SLOPE = Family("AdamW x SELAdam's mean slope", "slope", {}, (7e-4, 1e-3, 1.41e-3))
+MUON = Family("Muon", "muon", {}, (2e-3, 4e-3, 5.66e-3))
+SCHEDULE_FREE = Family("schedule-free AdamW", "schedulefree", {}, (2e-3, 4e-3, 8e-3))
+
+GPT_128 = Task("gpt", 128, 3, 800)
+SUITES = {
+    "quick": Suite(
+        (Task("gpt", 64, 2, 200),),
+        (ADAM._replace(rates=(2e-3, 4e-3, 8e-3)), SEL_PAPER._replace(rates=(2e-3, 4e-3, 8e-3))),
+        (0, 1, 2),
+    ),
+    "gpt": Suite((GPT_128,), (ADAM, SEL, SEL_PAPER, SLOPE, MUON, SCHEDULE_FREE), (0, 1, 2)),
+    "digits": Suite(
+        (Task("mlp", 128, 2, 400), Task("conv", 16, 2, 400), Task("finetune", 128, 2, 200)),
+        (ADAM, SEL, SEL_PAPER, SLOPE),
+        (0, 1, 2),
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", choices=SUITES, default="quick")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no run after so many minutes")
+    parser.add_argument("--report", action="store_true", help="only report what has been run")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    record = Record(args.results, -1 if args.report else args.minutes)
+    for line in report(record, SUITES[args.suite]):
+        print(line)
+
+
+if __name__ == "__main__":
+    main()
