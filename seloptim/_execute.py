@@ -4,8 +4,10 @@ No arithmetic of its own. On a CPU the stages run over blocks of rows whose temp
 is 2.5 times faster than over whole matrices, whose temporaries are fetched from memory and mapped anew at each operation.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor
 from . import _rule
 from ._rule import Curve, Hyper, Pulled, Slot, Views
 
+logger = logging.getLogger("seloptim")
+
+NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32 a temporary
 STACK_BYTES = 64 << 20  # on an accelerator; on a CPU a stack is one block, since a larger one only adds copies
 
@@ -30,35 +35,63 @@ class Item(NamedTuple):
     rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen
 
 
-def run(items: Sequence[Item], hyper: Hyper, *, batched: bool) -> None:
-    """One step of every item: state and parameter are written in place, gradients are only read."""
+def run(
+    items: Sequence[Item], hyper: Hyper, *, batched: bool, native: bool = False, grad_scale: Tensor | None = None
+) -> None:
+    """One step of every item: state and parameter are written in place, gradients are only read.
+
+    native: by the native kernel, for the items that it has one for. Only there gradients may be those of the loss times
+    `grad_scale`.
+    """
+    if native:
+        suited: dict[torch.dtype, list[Item]] = defaultdict(list)
+        rest: list[Item] = []
+        for item in items:
+            refused = native_refusal(item.param, item.state.residual_b is not None)
+            (rest if refused else suited[item.state.raw.value.dtype]).append(item)
+        for members in suited.values():
+            _run_native(members, hyper, grad_scale)
+        items = rest
     if batched:
         _run_batched(items, hyper)
     else:
         _run_single(items, hyper)
 
 
-def native_refusal(param: Tensor, residual_rank: int) -> str | None:
-    """Why a parameter cannot have the native kernel, or None."""
-    if residual_rank:
-        return f"residual_rank={residual_rank} has no native kernel"
+def native_refusal(param: Tensor, has_residual: bool) -> str | None:
+    """Why there is no native kernel for a parameter, or None."""
+    if has_residual:
+        return "it has a residual (residual_rank > 0)"
     if type(param.data) is not Tensor:
-        return f"a {type(param.data).__name__} has no native kernel"
-    if param.device.type != "cpu":
-        return f"the native kernel runs on the CPU, the parameter is on {param.device}"
+        return f"it is a {type(param.data).__name__}"
+    if param.device.type not in ("cpu", "meta"):
+        return f"it is on {param.device}, not on the CPU"
+    if param.dtype not in NATIVE_DTYPES:
+        return f"its dtype is {param.dtype}"
     return None
 
 
-def run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None = None) -> None:
-    """One step of every item by kernels/cpu.cpp, in one call; gradients are those of the loss times `grad_scale`."""
-    alike: dict[tuple, list[Item]] = defaultdict(list)
-    for item in items:
-        alike[item.state.raw.value.dtype, item.curve.combine, item.curve.learned].append(item)
-    for members in alike.values():
-        _run_native(members, hyper, grad_scale)
+def native_is_ready(*, compile: bool) -> bool:
+    """Whether the native kernel can be used now. compile=True builds it if need be, or raises RuntimeError."""
+    from . import kernels
+
+    if compile:
+        kernels.load()
+    elif not kernels.available():
+        _say_once()
+        return False
+    return True
+
+
+@cache
+def _say_once() -> None:
+    logger.info(
+        "the native CPU kernel is not built, steps take the slower eager path; python -m seloptim build, or fused=True, builds it"
+    )
 
 
 def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None) -> None:
+    """Items of one group and one dtype, in one call."""
     weights: list[Tensor] = []
     grads: list[Tensor] = []
     state: list[Tensor] = []

@@ -62,7 +62,10 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             the paper's choice.
         lr, betas, eps, weight_decay, amsgrad, foreach, maximize, decoupled_weight_decay: as for torch.optim.Adam. With decay
             decoupled, raw is scaled by 1 - lr * weight_decay. foreach=True runs parameters of equal shape as one stack.
-        capturable, differentiable, fused: refused where a parameter is curved.
+        fused: True uses the native CPU kernel, compiled at its first use (a C++ compiler is needed); None (default) uses it where
+            it is already built (python -m seloptim build), else the eager path; False never. foreach=True or False with
+            fused=None is the eager path.
+        capturable, differentiable: refused where a parameter is curved.
         curved: "matrices" (default: real parameters with ndim >= 2), "all", "none", or a callable (name, p) -> bool; in a
             group also True or False.
         combine: "mismatched" (default, the paper's) or "congruent", whose linear path follows raw's sign.
@@ -221,9 +224,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             )
         for p, name in candidates:
             if group["fused"]:
-                raise ValueError(
-                    f"fused=True is not available for curved parameters ({name}); leave fused=None, or use foreach=True to batch"
-                )
+                self._refuse_fused(group, p, name)
             if group["capturable"]:
                 raise ValueError(
                     f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
@@ -233,6 +234,16 @@ class SELAdam(Shadow, torch.optim.Optimizer):
                     f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
                     "put it into a group with fewer batch_dims"
                 )
+        if group["fused"] and candidates:
+            _execute.native_is_ready(compile=True)
+
+    @staticmethod
+    def _refuse_fused(group: dict[str, Any], p: Tensor, name: str) -> None:
+        reason = _execute.native_refusal(p, group["residual_rank"] > 0)
+        if reason:
+            raise ValueError(
+                f"fused=True has no kernel for parameter {name}: {reason}; leave fused=None, which takes the eager path where it must"
+            )
 
     @torch.no_grad()
     def _shrink(self, groups: list[dict[str, Any]]) -> None:
@@ -291,6 +302,9 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
+            return loss
         curved: list[tuple[dict[str, Any], list[Tensor]]] = []
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
         # Everything that can fail comes before the first write.
@@ -304,6 +318,8 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             kind = plain
             if self._is_curved(group, i, p, name):
                 kind = curved
+                if group["fused"]:
+                    self._refuse_fused(group, p, name)
                 self._settle(group, i, p, name)
             else:
                 self._settle_plain(group, p)
@@ -317,6 +333,11 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         for group, params in plain:
             self._step_plain(group, params)
         return loss
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler leaves the unscaling and the skipping of a step to us: where every kernel is a fused one."""
+        return all(group["fused"] for group in self.param_groups)
 
     def _step_curved(self, group: dict[str, Any], params: list[Tensor]) -> None:
         hyper = _hyper(group)
@@ -335,8 +356,12 @@ class SELAdam(Shadow, torch.optim.Optimizer):
             # Until the step is through, only the values can tell where an interruption has left p and raw.
             self._seen[p] = self._seen[p]._replace(version=-1)
         batched = group["foreach"] if group["foreach"] is not None else params[0].device.type != "cpu"
+        native = bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
+        native = native and params[0].device.type == "cpu" and _execute.native_is_ready(compile=bool(group["fused"]))
         with torch.autocast(params[0].device.type, enabled=False):
-            _execute.run(items, hyper, batched=batched)
+            _execute.run(
+                items, hyper, batched=batched, native=native, grad_scale=getattr(self, "grad_scale", None)
+            )
         for p, item in zip(params, items, strict=True):
             self.state[p]["step"] += 1
             self._remember(p, item.curve.has_n)
