@@ -47,6 +47,8 @@ def run(
         suited: dict[torch.dtype, list[Item]] = defaultdict(list)
         rest: list[Item] = []
         for item in items:
+            if not item.param.numel():
+                continue
             refused = native_refusal(item.param, item.state.residual_b is not None)
             (rest if refused else suited[item.state.raw.value.dtype]).append(item)
         for members in suited.values():
