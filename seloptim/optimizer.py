@@ -359,9 +359,7 @@ class SELAdam(Shadow, torch.optim.Optimizer):
         native = bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
         native = native and params[0].device.type == "cpu" and _execute.native_is_ready(compile=bool(group["fused"]))
         with torch.autocast(params[0].device.type, enabled=False):
-            _execute.run(
-                items, hyper, batched=batched, native=native, grad_scale=getattr(self, "grad_scale", None)
-            )
+            _execute.run(items, hyper, batched=batched, native=native, grad_scale=getattr(self, "grad_scale", None))
         for p, item in zip(params, items, strict=True):
             self.state[p]["step"] += 1
             self._remember(p, item.curve.has_n)

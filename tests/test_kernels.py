@@ -140,9 +140,7 @@ def test_rounds_no_worse_than_the_eager_path(
     step(native, monkeypatch)
     for key, true in values(truth).items():
         unit = torch.finfo(dtype if key == "weight" else torch.float32).eps
-        error, allowed = (
-            (values(other)[key].double() - true.double()).abs().max().item() for other in (native, eager)
-        )
+        error, allowed = ((values(other)[key].double() - true.double()).abs().max().item() for other in (native, eager))
         assert error <= allowed + 8 * unit * true.abs().max().item(), key
 
 
@@ -182,9 +180,7 @@ def test_what_is_too_large_becomes_infinite(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("number", [1, 2])
-def test_runs_repeat_bit_for_bit(
-    number: int, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_repeat_bit_for_bit(number: int, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
     threads(number)
     first = scattered((400, 333), torch.float32, {"fused": True})
     again = twin(first, {"fused": True})
@@ -208,7 +204,9 @@ def test_the_number_of_threads_changes_only_rounding(
         torch.testing.assert_close(values(three)[key], value, rtol=1e-11, atol=1e-13 * float(value.abs().max()))
 
 
-def test_many_parameters_of_all_kinds_in_one_group(threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_parameters_of_all_kinds_in_one_group(
+    threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small ones, which threads share out, large ones, which threads share, empty, 0-d, strided and of other dtypes."""
     threads(2)
 
@@ -285,9 +283,7 @@ MEMORY = """
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's peak of resident memory")
 def test_a_step_needs_no_memory_of_the_parameters_size() -> None:
     kernels.build()
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(MEMORY)], capture_output=True, text=True, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(MEMORY)], capture_output=True, text=True, check=True)
     assert int(done.stdout) < 2048  # KiB; one parameter has 16384, threads * cols * 16 numbers are 256
 
 
@@ -366,11 +362,12 @@ def test_used_by_itself_only_where_it_is_built(
 
 @pytest.mark.parametrize(
     ("compiler", "says"),
-    [("no-such-compiler", "'no-such-compiler', was not found; .*apt install g"), ("false", "the kernel did not compile")],
+    [
+        ("no-such-compiler", "'no-such-compiler', was not found; .*apt install g"),
+        ("false", "the kernel did not compile"),
+    ],
 )
-def test_says_what_to_install(
-    compiler: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_says_what_to_install(compiler: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELOPTIM_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", compiler)
     monkeypatch.setattr(cpu, "_loaded", False)
@@ -403,7 +400,11 @@ def test_several_processes_build_once(tmp_path: Path) -> None:
 
 def test_the_file_name_has_all_that_the_library_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
     here = cpu.library()
-    for target, name, value in ((torch, "__version__", "0.0"), (cpu, "_processor", lambda: "another"), (cpu, "FLAGS", ("-O0",))):
+    for target, name, value in (
+        (torch, "__version__", "0.0"),
+        (cpu, "_processor", lambda: "another"),
+        (cpu, "FLAGS", ("-O0",)),
+    ):
         with monkeypatch.context() as patch:
             patch.setattr(target, name, value)
             cpu._key.cache_clear()

@@ -15,7 +15,11 @@ from tests.cases import CASES, Case, losses, make_model, mixed
 from tests.oracle import Oracle
 
 STEPS = 25
-PATHS: dict[str, dict[str, bool]] = {"single": {"foreach": False}, "batched": {"foreach": True}, "native": {"fused": True}}
+PATHS: dict[str, dict[str, Any]] = {
+    "single": {"foreach": False},
+    "batched": {"foreach": True},
+    "native": {"fused": True},
+}
 RUNS = [
     pytest.param(case, path, id=f"{case.name}-{path}")
     for case in CASES
