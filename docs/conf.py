@@ -30,6 +30,7 @@ html_show_copyright = False
 default_role = "literal"  # a name in `single quotes` of a docstring is code
 autodoc_typehints = "none"  # the signature would be longer than what it says; types stand in the text
 autodoc_preserve_defaults = True
+autodoc_member_order = "bysource"
 python_maximum_signature_line_length = 90
 myst_heading_anchors = 3
 myst_enable_extensions = ["dollarmath"]
@@ -106,10 +107,12 @@ def render_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lin
             while at < len(lines) and (not lines[at].strip() or lines[at].startswith(" ")):
                 at += 1
             title = "Arguments" if section[1] == "Args" else section[1]
-            body = ([section[2]] if section[2] else []) + [
-                text.strip() if section[2] else text for text in lines[start:at]
-            ]
-            out += [f"**{title}.**", "", *_body(body, title in ("Arguments", "Raises") and not section[2]), ""]
+            if section[2]:
+                text = " ".join([section[2], *(text.strip() for text in lines[start:at])])
+                out += [f"**{title}.** {_prose(text)}", ""]
+                continue
+            entries = title in ("Arguments", "Raises")
+            out += [f"**{title}.**", "", *_body(lines[start:at], entries), ""]
         elif line.strip() == "::" or line.startswith(".. "):
             out.append(line)
             while at < len(lines) and (not lines[at].strip() or lines[at].startswith(" ")):

@@ -1,4 +1,4 @@
-"""Draw the figures of the documentation: python docs/figures.py (needs matplotlib)."""
+"""Draw the figures of the documentation: python docs/figures.py [FOLDER], by default beside itself (needs matplotlib)."""
 
 import io
 import sys
@@ -12,6 +12,7 @@ from matplotlib import pyplot as plt
 from PIL import Image
 
 HERE = Path(__file__).parent
+OUT = Path(sys.argv[1]) if len(sys.argv) > 1 else HERE
 sys.path.insert(0, str(HERE.parent))
 
 from seloptim import PAPER_SCALE_LR  # noqa: E402
@@ -27,7 +28,7 @@ def save(figure, name):
     png = io.BytesIO()
     figure.savefig(png, dpi=120)
     plt.close(figure)
-    Image.open(png).convert("RGB").quantize(64).save(HERE / name, optimize=True)
+    Image.open(png).convert("RGB").quantize(64).save(OUT / name, optimize=True)
 
 
 def panels(count, width):

@@ -118,8 +118,8 @@ def _inspect(args: argparse.Namespace) -> str:
 
 
 def _inspect_state(title: str, saved: Mapping[str, Any]) -> list[str]:
-    scales = [("name", "shape", "steps", "beta", "e", "l", "m", "n")]
-    weights = [
+    scales: list[tuple[str, ...]] = [("name", "shape", "steps", "beta", "e", "l", "m", "n")]
+    weights: list[tuple[str, ...]] = [
         ("name", "raw", "weight", "beta * rms", "slope -", "slope +", "> 4 sigma", "kurtosis", "max / initial rms")
     ]
     plain: list[str] = []
@@ -152,9 +152,6 @@ def _inspect_state(title: str, saved: Mapping[str, Any]) -> list[str]:
 
 def _inspect_parameter(name: str, group: Mapping[str, Any], state: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """One parameter's cells, by an optimizer of it alone, so that one parameter's state is in memory at a time."""
-    for value in state.values():
-        if isinstance(value, Tensor) and value.numel() * value.element_size() > value.untyped_storage().nbytes():
-            raise ValueError("a tensor claims more elements than the file holds")
     p = torch.nn.Parameter(torch.zeros(state["raw"].shape, dtype=state["raw"].dtype))
     own = {"curved": True, "beta": state["beta"]}
     optimizer = SELAdam([{"params": [(name, p)], **own}])
@@ -189,17 +186,36 @@ def _inspect_parameter(name: str, group: Mapping[str, Any], state: Mapping[str, 
 def _states(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """Where in a checkpoint the states of SELAdam are, as '["optimizer"]', and they themselves."""
     found, others = [], []
-    for where, value in _walk(read_checkpoint(path, mmap=True)):
+    try:
+        checkpoint = read_checkpoint(path, mmap=True)
+    except OSError as error:
+        if error.filename:
+            raise
+        raise Refusal(f"{path}: cannot be read as a checkpoint, is it whole? ({error.strerror or error})") from error
+    for where, value in _walk(checkpoint):
         try:
             check_layout(value)
         except ValueError:
             continue
+        for key, state in value["state"].items():
+            if any(isinstance(t, Tensor) and _is_hollow(t) for t in state.values()):
+                name = _printable(str(key))
+                raise Refusal(
+                    f"{path}{where}: the state of parameter {name} is damaged: a tensor has less data than its shape"
+                )
         ours = any("sel_format" in group for group in value["param_groups"])
         (found if ours else others).append((where, value))
     if not found:
         also = f", only that of another optimizer{' at ' + others[0][0] if others[0][0] else ''}" if others else ""
         raise Refusal(f"{path}: there is no state of SELAdam in it{also}")
     return found
+
+
+def _is_hollow(tensor: Tensor) -> bool:
+    """Whether a tensor claims more numbers than the file holds, by strides of 0: working on it could fill the memory."""
+    if tensor.layout != torch.strided:
+        return False
+    return tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes()
 
 
 def _walk(checkpoint: Any) -> Iterator[tuple[str, Any]]:
@@ -241,9 +257,10 @@ def _printable(text: str) -> str:
 def _curve(args: argparse.Namespace) -> str:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise Refusal("curve needs matplotlib: pip install 'seloptim[examples]'") from error
-    figure = Figure(figsize=(15, 5.2), layout="constrained")
+    figure = Figure(figsize=(15, 5.2), layout=ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.12))
     _draw(figure, args.beta, args.combine)
     kind = args.out.suffix.lstrip(".") or "png"
     _write(args.out, lambda part: figure.savefig(part, dpi=150, format=kind))
@@ -258,7 +275,6 @@ def _draw(figure: Any, betas: Sequence[float], combine: str) -> None:
     weight = torch.cat([-size.flip(0), torch.zeros(1, dtype=torch.float64), size])
     title = f"Curved weight space: {combine} map, e = l = m = 1, n = 0"
     figure.suptitle(title, x=0.01, ha="left", color=ink, fontsize=15, fontweight="bold")
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)
     by_map, by_slope, by_step = panels = figure.subplots(1, 3)
 
     by_map.plot(weight, weight, color=quiet, lw=1.4, ls=(0, (1, 2)), label="Adam: weight = raw")
@@ -282,7 +298,7 @@ def _draw(figure: Any, betas: Sequence[float], combine: str) -> None:
     by_slope.set(title="Its slope: what a raw step is multiplied by", xlabel="weight", ylabel="d weight / d raw")
     by_slope.set(xlim=(-largest, largest), ylim=(0, None))
     by_step.set(title=f"One step at lr = {lr:g}, relative to its weight", xlabel="|weight|", ylabel="|step| / |weight|")
-    by_step.set(xscale="log", yscale="log", xlim=(size[0], largest))
+    by_step.set(xscale="log", yscale="log", xlim=(size[0].item(), largest))
     if combine == "mismatched":
         by_step.plot([], [], color=ink, lw=1.6, ls="--", alpha=0.75, label="negative weights")
     for panel in panels:

@@ -145,51 +145,51 @@ def create_state(
 
 def state_fault(state: Mapping[str, Any], shape: torch.Size, batch_dims: int) -> str | None:
     """Why a saved state cannot be that of a curved parameter of this shape; None where it can."""
-
-    def describe(value: Any) -> str:
-        return f"the shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"the value {value!r}"
-
-    def expect(key: str, *shapes: tuple[int, ...]) -> str | None:
-        value = state.get(key)
-        fine = (
-            isinstance(value, Tensor)
-            and value.is_floating_point()
-            and value.layout == torch.strided
-            and tuple(value.shape) in shapes
-        )
-        return None if fine else f"its saved {key} has {describe(value)}, not the shape {' or '.join(map(str, shapes))}"
-
     _, rows, cols = matrix_shape(shape, batch_dims)
     lead = tuple(shape[:batch_dims])
-    shapes: dict[str, tuple[tuple[int, ...], ...]] = {
-        "raw": (tuple(shape),),
-        "scale_row": ((*lead, rows, len(KINDS)), (*lead, 1, len(KINDS))),
-        "scale_col": ((*lead, cols, len(KINDS)),),
-    }
+    shapes: dict[str, tuple[tuple[int, ...], ...]] = {"raw": (tuple(shape),)}
+    if "scale_row" in state or "scale_col" not in state:
+        shapes["scale_row"] = ((*lead, rows, len(KINDS)), (*lead, 1, len(KINDS)))
+    if "scale_col" in state:
+        shapes["scale_col"] = ((*lead, cols, len(KINDS)),)
     if "residual_b" in state or "residual_a" in state:
         b = state.get("residual_b")
         rank = b.shape[-1] if isinstance(b, Tensor) and b.dim() else 0
         shapes |= {"residual_b": ((*lead, rows, rank),), "residual_a": ((*lead, rank, cols),)}
-    if "scale_row" not in state and "scale_col" not in state:
-        return "its saved state has no scales"
     for name, allowed in shapes.items():
-        if name.startswith("scale") and name not in state:
-            continue
-        reason = expect(name, *allowed)
+        reason = tensor_fault(state, name, *allowed)
         for moment in MOMENTS:
             key = moment_key(name, moment)
             if not reason and (moment != "max_exp_avg_sq" or key in state):
-                reason = expect(key, tuple(state[name].shape))
+                reason = tensor_fault(state, key, tuple(state[name].shape))
         if reason:
             return reason
-    step = state.get("step")
-    number = step.numel() == 1 if isinstance(step, Tensor) else isinstance(step, (int, float))
-    if not number:
-        return f"its saved step has {describe(step)}, not one number"
-    for key in ("beta", "mean_slope"):
-        value = state.get(key)
-        if not isinstance(value, (int, float)) or not 0 < value < math.inf:
-            return f"its saved {key} has {describe(value)}, not a positive number"
+    return (
+        number_fault(state, "step")
+        or number_fault(state, "beta", positive=True)
+        or number_fault(state, "mean_slope", positive=True)
+    )
+
+
+def tensor_fault(state: Mapping[str, Any], key: str, *shapes: tuple[int, ...]) -> str | None:
+    """Why state[key] cannot be a tensor of one of these shapes; None where it can."""
+    value = state.get(key)
+    if not isinstance(value, Tensor):
+        return f"its saved {key} is {value!r}"
+    if value.layout != torch.strided or not (value.is_floating_point() or value.is_complex()):
+        return f"its saved {key} is a tensor of {value.dtype}, {value.layout}"
+    if tuple(value.shape) not in shapes:
+        return f"its saved {key} has the shape {tuple(value.shape)}, not {' or '.join(map(str, shapes))}"
+    return None
+
+
+def number_fault(state: Mapping[str, Any], key: str, positive: bool = False) -> str | None:
+    """Why state[key] cannot be one number, and a positive one; None where it can."""
+    value = state.get(key)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta:
+        value = value.item()
+    if not isinstance(value, (int, float)) or not value > (0 if positive else -1) or value == math.inf:
+        return f"its saved {key} is {value!r}, not a {'positive number' if positive else 'count'}"
     return None
 
 
@@ -457,6 +457,13 @@ def push(state: Views, curve: Curve) -> Tensor:
     """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A."""
     scales = patterns(*factors(state), curve)
     weight = sel_forward(state.raw.value, *scales, beta=1.0, combine=curve.combine)
-    if state.residual_b is not None and state.residual_a is not None:
-        weight = weight + state.residual_b.value @ state.residual_a.value
-    return weight
+    low_rank = residual(state)
+    return weight if low_rank is None else weight + low_rank
+
+
+def residual(state: Views) -> Tensor | None:
+    """B @ A where there is one, in its own precision also where the caller is under autocast."""
+    if state.residual_b is None or state.residual_a is None:
+        return None
+    with torch.autocast(state.raw.value.device.type, enabled=False):
+        return state.residual_b.value @ state.residual_a.value

@@ -48,15 +48,12 @@ def as_step(step: Any) -> Tensor:
     return torch.as_tensor(step).detach().to("cpu", torch.float32, copy=True).reshape(())
 
 
-def adam_fault(state: Mapping[str, Any], shape: torch.Size, _: int) -> str | None:
+def adam_fault(state: Mapping[str, Any], shape: torch.Size) -> str | None:
     """Why a saved state cannot be that of torch.optim.Adam for a parameter of this shape; None where it can."""
-    if "step" not in state or not {"exp_avg", "exp_avg_sq"} <= state.keys():
+    if not {"step", "exp_avg", "exp_avg_sq"} <= state.keys():
         return f"its saved state has {', '.join(map(str, state)) or 'nothing'}, neither Adam's keys nor SELAdam's"
-    for key in POWERS:
-        value = state.get(key)
-        if key in state and not (isinstance(value, Tensor) and value.layout == torch.strided and value.shape == shape):
-            return f"its saved {key} {f'the shape {tuple(value.shape)}' if isinstance(value, Tensor) else repr(value)}"
-    return None
+    reasons = [_rule.tensor_fault(state, key, tuple(shape)) for key in POWERS if key in state]
+    return next(filter(None, reasons), _rule.number_fault(state, "step"))
 
 
 def to_adam(optimizer: "SELAdam") -> dict[str, Any]:
@@ -92,6 +89,7 @@ def to_adam(optimizer: "SELAdam") -> dict[str, Any]:
     return converted
 
 
+@torch.no_grad()
 def to_adam_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """`to_adam` of a saved state, without the optimizer or the model: moments stay in the state's dtype.
 
@@ -123,15 +121,20 @@ def to_adam_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moments(saved: Mapping[str, Any], group: Mapping[str, Any], key: Any) -> dict[str, Any]:
-    moments = {"step": as_step(saved["step"])}
-    if "raw" not in saved:
-        return moments | {name: saved[name].clone() for name in POWERS if name in saved}
+    curved = "raw" in saved
+    weight_like = saved.get("raw" if curved else "exp_avg")
+    shape = weight_like.shape if isinstance(weight_like, Tensor) else torch.Size()
     batch_dims = group.get("batch_dims", 0)
-    reason = _rule.state_fault(saved, saved["raw"].shape, batch_dims)
+    if not isinstance(batch_dims, int) or batch_dims < 0:
+        raise ValueError(f"Invalid batch_dims: {batch_dims!r}; use an int >= 0")
+    reason = _rule.state_fault(saved, shape, batch_dims) if curved else adam_fault(saved, shape)
     if reason:
         raise ValueError(f"parameter {key}: {reason}")
-    curve = _rule.Curve(saved["beta"], group["combine"], learned=(), has_n=True)
-    slope = _rule.slope(_rule.views(saved, batch_dims, amsgrad=False), curve).view(saved["raw"].shape)
+    moments = {"step": as_step(saved["step"])}
+    if not curved:
+        return moments | {name: saved[name].clone() for name in POWERS if name in saved}
+    curve = _rule.Curve(saved["beta"], group.get("combine", ""), learned=(), has_n=True)
+    slope = _rule.slope(_rule.views(saved, batch_dims, amsgrad=False), curve).view(shape)
     size = slope.abs()
     floor = SMALLEST_SLOPE * float(size.mean()) if size.numel() else 0.0
     floored = torch.where(slope < 0, -1.0, 1.0) * size.clamp_min(floor)
@@ -159,10 +162,10 @@ def read_checkpoint(path: "str | os.PathLike[str]", mmap: bool = False) -> Any:
     Raises:
         ValueError: no checkpoint, a truncated one, or one that holds more than tensors and plain values. OSError: no file.
     """
+    with open(path, "rb"):
+        pass  # its OSError is about the file; what torch.load raises below is about its content
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap and zipfile.is_zipfile(path))
-    except OSError:
-        raise
     except Exception as error:  # what a damaged file makes torch raise has no common class
         raise ValueError(
             f"{os.fspath(path)} is no checkpoint of tensors and plain values, or is damaged; nothing in it was run"

@@ -67,7 +67,8 @@ def sel_forward(
     dtype = raw.dtype
     raw, e, l, m, n, beta, owned = _prepare(raw, e, l, m, n, beta, combine)
     # The sign is a constant, +1 at zero: with it |raw| = s*raw has the derivative s, and s*s = 1 keeps zero alive.
-    s = _sign_one_at_zero(raw)
+    # Without autograd zero needs no sign, but where the linear path carries one: -0.0 stays -0.0.
+    s = raw.sign() if owned and combine == "mismatched" else _sign_one_at_zero(raw)
     a = raw.abs() if owned else raw * s
     # E(a) = (e / beta) * exp(-n) * expm1(beta*m*a)
     E = _expm1_of(a, _times(beta, m), owned)

@@ -512,15 +512,17 @@ class SELAdam(Shadow, torch.optim.Optimizer):
                     f"the state has format {version}, this seloptim reads up to {FORMAT}; upgrade seloptim to load it"
                 )
             merged = _merged(live, saved)
-            _check_adam_options(merged)
             _check_group(merged)
+            _check_adam_options(merged)
             for saved_id in saved["params"]:
                 _, _, p, name = next(members)
                 state = state_dict["state"].get(saved_id)
                 if not state:
                     continue
-                fault = _rule.state_fault if "raw" in state else adam_fault
-                reason = fault(state, p.shape, merged["batch_dims"])
+                curved = "raw" in state
+                reason = (
+                    _rule.state_fault(state, p.shape, merged["batch_dims"]) if curved else adam_fault(state, p.shape)
+                )
                 if reason:
                     raise ValueError(
                         f"parameter {name} has shape {tuple(p.shape)}, but {reason}: "
@@ -748,13 +750,10 @@ def _check_group(group: dict[str, Any]) -> None:
 
 def _check_adam_options(group: Mapping[str, Any]) -> None:
     """torch's own checks of what a saved group holds of Adam's options."""
-    betas = group["betas"]
-    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ValueError(f"Invalid betas: {betas!r}; use a pair of numbers")
     if not isinstance(group["lr"], (int, float, Tensor)):
         raise ValueError(f"Invalid learning rate: {group['lr']!r}; use a number or a tensor")
     try:
-        Adam([torch.empty(0)], 1e-3, tuple(betas), group["eps"], group["weight_decay"])
+        Adam([torch.empty(0)], 1e-3, tuple(group["betas"]), group["eps"], group["weight_decay"])
     except TypeError as error:
         raise ValueError(f"Invalid options in the saved group: {error}") from error
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -318,7 +318,8 @@ def test_two_optimizers_that_load_one_dict_share_nothing() -> None:
         its = SELAdam(twin.parameters())
         its.load_state_dict(state)
         pairs.append((twin, its))
-    train(*pairs[0], range(2, 5))
+    twin, its = pairs[0]
+    train(twin, its, range(2, 5))
     same(state, kept)
     same(pairs[1][1].state_dict(), kept)
 
@@ -452,22 +453,22 @@ BAD: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "another map": (corrupt_group("combine", "os.system"), "Invalid combine"),
     "curved for others": (corrupt_group("curved", [True]), "Invalid curved"),
     "lr is text": (corrupt_group("lr", "fast"), "Invalid learning rate"),
-    "betas is a number": (corrupt_group("betas", 0.9), "Invalid betas"),
+    "betas is a number": (corrupt_group("betas", 0.9), "did you mean beta="),
     "betas out of range": (corrupt_group("betas", (2.0, 0.9)), "Invalid beta parameter"),
     "eps is text": (corrupt_group("eps", "small"), "Invalid options"),
     "raw of another shape": (corrupt("raw", torch.zeros(4, 4)), "has shape .*raw has the shape"),
-    "no moments": (corrupt("exp_avg", None), "exp_avg has the value None"),
+    "no moments": (corrupt("exp_avg", None), "exp_avg is None"),
     "moments of another shape": (corrupt("exp_avg_sq", torch.zeros(6)), "exp_avg_sq has the shape"),
     "factors of another shape": (corrupt("scale_row", torch.zeros(5, 4)), "scale_row has the shape"),
-    "factors without moments": (corrupt("scale_col_exp_avg", None), "scale_col_exp_avg has"),
-    "half a residual": (corrupt("residual_a", torch.zeros(2, 6)), "residual_b has"),
-    "whole numbers": (corrupt("raw", torch.zeros(6, 6, dtype=torch.int64)), "raw has the shape"),
-    "sparse": (corrupt("raw", torch.zeros(6, 6).to_sparse()), "raw has the shape"),
-    "no step": (corrupt("step", None), "step has the value None"),
-    "many steps": (corrupt("step", torch.zeros(2)), "step has the shape"),
-    "no beta": (corrupt("beta", None), "beta has the value None"),
-    "a negative beta": (corrupt("beta", -1.0), "beta has the value -1.0"),
-    "no slope": (corrupt("mean_slope", None), "mean_slope has"),
+    "factors without moments": (corrupt("scale_col_exp_avg", None), "scale_col_exp_avg is None"),
+    "half a residual": (corrupt("residual_a", torch.zeros(2, 6)), "residual_b is None"),
+    "whole numbers": (corrupt("raw", torch.zeros(6, 6, dtype=torch.int64)), "raw is a tensor of torch.int64"),
+    "sparse": (corrupt("raw", torch.zeros(6, 6).to_sparse()), "raw is a tensor of .*sparse"),
+    "no step": (corrupt("step", None), "step is None"),
+    "many steps": (corrupt("step", torch.zeros(2)), "step is tensor"),
+    "no beta": (corrupt("beta", None), "beta is None"),
+    "a negative beta": (corrupt("beta", -1.0), "beta is -1.0"),
+    "no slope": (corrupt("mean_slope", None), "mean_slope is None"),
     "another optimizer's": (
         lambda state: {**state, "state": {**state["state"], 2: {"momentum_buffer": torch.zeros(6, 6)}}},
         "neither Adam's keys nor SELAdam's",
@@ -571,7 +572,7 @@ def test_dcp_resumes_bit_exact(flatten: bool, order: str, tmp_path: Path) -> Non
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own, on saving without process groups
         weights, state = get_state_dict(model, optimizer, options=options)
-        dcp.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+        state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
     train(model, optimizer, range(3, 6))
 
     resumed = other_weights(torch.bfloat16)
@@ -579,7 +580,7 @@ def test_dcp_resumes_bit_exact(flatten: bool, order: str, tmp_path: Path) -> Non
     weights, state = get_state_dict(resumed, again, options=options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
+        state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=tmp_path, no_dist=True)
         if order == "model first":
             set_state_dict(resumed, again, model_state_dict=weights, optim_state_dict=state, options=options)
         else:

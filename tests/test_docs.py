@@ -10,6 +10,7 @@ import json
 import os
 import pkgutil
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -132,6 +133,23 @@ def test_notebook_runs_and_prints_what_it_shows(path: Path, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     load_notebook_module().run(notebook, path.name)
     assert outputs() == shown, "run docs/notebook.py on it to refresh what it shows"
+
+
+def png_size(path: Path) -> bytes:
+    """Width and height, from a PNG's header."""
+    return path.read_bytes()[16:24]
+
+
+def test_figures_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(sys, "argv", ["figures.py", str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    runpy.run_path(str(DOCS / "figures.py"), run_name="__main__")
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    shown = {Path(target).name for target in links(DOCS / "math.md") if target.endswith(".png")}
+    assert drawn == shown
+    for name in drawn:
+        assert png_size(tmp_path / name) == png_size(DOCS / name), f"run docs/figures.py: {name} is another picture"
 
 
 # ------------------------------------------------------------------------------------------------------ links

@@ -25,14 +25,14 @@ def matrices(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.dim() > 1]
 
 
-def truth(optimizer: SELAdam, p: nn.Parameter, raw: Tensor | None = None) -> Tensor:
+def truth(optimizer: SELAdam, p: Tensor) -> Tensor:
     """map(raw) in float64, by the oracle's formula."""
-    raw = optimizer.state[p]["raw"] if raw is None else raw
+    raw = optimizer.state[p]["raw"]
     e, l, m, n = (row.double() * col.double() for row, col in optimizer.scales(p).values())
     return sel_map(raw.double(), e, l, m, n, optimizer.beta(p), optimizer.param_groups[0]["combine"])
 
 
-def agrees(optimizer: SELAdam, p: nn.Parameter) -> None:
+def agrees(optimizer: SELAdam, p: Tensor) -> None:
     """p does not differ from the map of raw: sel.md, section 7."""
     expected, weight = truth(optimizer, p), p.detach()
     if p.dtype in (torch.float32, torch.float64):

@@ -214,7 +214,10 @@ def test_plain_is_adam_bit_for_bit(ours: type, theirs: type, kwargs: dict[str, A
     if foreach and (
         kwargs.get("fused") or any(isinstance(v, Tensor) for v in (kwargs.get("lr"), kwargs.get("betas", [0])[0]))
     ):
-        pytest.skip("refused by torch.optim.Adam too")
+        for kind in (ours, theirs):
+            with pytest.raises((ValueError, RuntimeError), match="foreach"):
+                kind(make(), foreach=True, **kwargs)
+        return
     dtypes = DTYPES[:2] if kwargs.get("fused") else [*DTYPES[:3], torch.complex64]
     p = [q for dtype in dtypes for q in make(dtype=dtype)]
     q = [nn.Parameter(v.detach().clone()) for v in p]
@@ -537,8 +540,19 @@ def test_lr_zero_moves_no_bit_but_the_moments(
     assert [float(optimizer.state[p]["step"]) for p in params] == [steps + 2.0] * len(params)
 
 
-def test_a_host_tensor_lr_serves_parameters_elsewhere() -> None:
-    """As torch allows: lr=torch.tensor(1e-3) beside parameters on an accelerator, for which the meta device stands in."""
+def test_a_host_tensor_lr_serves_parameters_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch allows: lr=torch.tensor(1e-3) beside parameters on an accelerator, for which the meta device stands in.
+
+    Guard: `on_host`. An accelerator's `where` takes no condition from the host, which the meta device does not mind.
+    """
+    where = torch.where
+
+    def strict_where(condition: Tensor, *values: Any) -> Tensor:
+        assert condition.device.type == "meta"
+        return where(condition, *values)
+
+    monkeypatch.setattr(torch, "where", strict_where)
+    assert not _rule.on_host(torch.empty((), device="meta")) and not _rule.is_zero(torch.empty((), device="meta"))
     for foreach in (False, True):
         p = torch.empty(4, 3, device="meta")
         state = {key: torch.empty_like(p) for key in ("raw", "exp_avg", "exp_avg_sq")}
@@ -1056,7 +1070,7 @@ def test_empty_and_tiny_parameters(structure: str, shape: tuple[int, ...], forea
 
 @both
 def test_mixed_dtypes_in_one_group_are_as_each_alone(foreach: bool) -> None:
-    """Contract 24. Guard: the dtypes in `_run_batched`'s key, and in the key of the rates."""
+    """Contract 24. Guard: the dtypes in `_run_batched`'s key."""
     together = [p for dtype in DTYPES for p in make(SHAPES, dtype)]
     optimizer = SELAdam(together, curved="all", foreach=foreach, weight_decay=0.1)
     for t in range(3):
@@ -1073,6 +1087,25 @@ def test_mixed_dtypes_in_one_group_are_as_each_alone(foreach: bool) -> None:
             same(optimizer.raw(p), reference.raw(q))
             for a, b in zip(optimizer.scales(p).values(), reference.scales(q).values(), strict=True):
                 same(a[0], b[0])
+
+
+@both
+@pytest.mark.parametrize("check_edits", ["tracked", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_autocast_around_a_step_makes_no_difference(dtype: torch.dtype, check_edits: str, foreach: bool) -> None:
+    """Products of matrices are what autocast rounds: factor sums and the residual."""
+    outside, inside = make([(16, 16)] * 2, dtype), make([(16, 16)] * 2, dtype)
+    options: dict[str, Any] = {"foreach": foreach, "residual_rank": 2, "check_edits": check_edits}
+    first, second = SELAdam(outside, **options), SELAdam(inside, **options)
+    for t in range(5):
+        train(first, outside, 1, t)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            train(second, inside, 1, t)
+            second.resync()
+            second.load_state_dict(second.state_dict())
+    for p, q in zip(outside, inside, strict=True):
+        same(p, q)
+        same(first.raw(p), second.raw(q))
 
 
 @both

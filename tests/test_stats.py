@@ -33,7 +33,7 @@ def expected(optimizer: SELAdam, p: Tensor, start: Tensor, before: Tensor, combi
     found["size_beta_rms"] = beta * w.square().mean().sqrt().item()
     raw = optimizer.raw(p).clone().requires_grad_()
     with torch.enable_grad():
-        mapped = sel_map(raw, *scales.values(), beta, combine)
+        mapped = sel_map(raw, *(scales[kind] for kind in ("e", "l", "m", "n")), beta=beta, combine=combine)
         (slope,) = torch.autograd.grad(mapped.sum(), raw)
     found["slope_negative"] = slope[w < 0].mean().item()
     found["slope_positive"] = slope[w > 0].mean().item()

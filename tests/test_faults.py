@@ -1,0 +1,189 @@
+"""Faults: gradients that are not finite, steps that do not come to their end, files that are not what they say."""
+
+from __future__ import annotations
+
+import copy
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from seloptim import SELAdam, _execute
+from seloptim.convert import read_checkpoint, to_adam_state
+from tests.cases import make_model, mixed
+from tests.test_checkpoints import same, through_file, train
+from tests.test_edits import agrees, matrices
+
+# -------------------------------------------------------------------------------------------------------- gradients
+
+
+@pytest.mark.parametrize("check", ["tracked", "full"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_bad_gradient_spoils_its_own_weight_alone(bad: float, dtype: torch.dtype, check: str) -> None:
+    """Faults. Guard: _rule.pull leaves out of the factors what is not finite; differing() calls what it left no edit."""
+
+    def run(value: float) -> tuple[nn.Parameter, SELAdam]:
+        p = nn.Parameter(mixed(4, 5, size=0.1, dtype=dtype))
+        optimizer = SELAdam([p], check_edits=check, lr=1e-2)
+        for k in range(4):
+            p.grad = mixed(4, 5, seed=k, dtype=dtype)
+            p.grad[1, 2] = value if k == 1 else 0.0
+            optimizer.step()
+        return p, optimizer
+
+    p, optimizer = run(bad)
+    _, its = run(0.0)
+    hit = torch.zeros(4, 5, dtype=torch.bool)
+    hit[1, 2] = True
+    assert torch.equal(p.isfinite(), ~hit)
+    state, other = optimizer.state_dict()["state"][0], its.state_dict()["state"][0]
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == hit.shape:
+            assert torch.equal(value[~hit], other[key][~hit]), key
+        elif isinstance(value, Tensor) and key != "step":
+            assert bool(value.isfinite().all()), key
+    # An edit elsewhere is taken, and so is the repair of the weight itself; the run can be saved and resumed.
+    with torch.no_grad():
+        p[0].clamp_(-0.05, 0.05)
+    optimizer.resync()
+    assert torch.equal(p.isfinite(), ~hit)
+    optimizer.load_state_dict(through_file(optimizer.state_dict()))
+    with torch.no_grad():
+        p.nan_to_num_(0.0)
+    optimizer.resync()
+    agrees(optimizer, p)
+
+
+# --------------------------------------------------------------------------------------------------- interrupted steps
+
+
+@pytest.mark.parametrize("check", ["tracked", "full"])
+@pytest.mark.parametrize("at", ["between parameters", "within a parameter"])
+@pytest.mark.parametrize("first", [False, True], ids=["later", "first step"])
+def test_after_an_interrupted_step_training_goes_on(
+    at: str, first: bool, check: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Faults. Guard: _step_curved calls parameters unseen until the step is through, so that values decide afterwards."""
+    model = make_model("mlp", torch.float32)
+    optimizer = SELAdam(model.named_parameters(), lr=1e-2, check_edits=check)
+    if not first:
+        train(model, optimizer, range(3))
+    saved = through_file(optimizer.state_dict())
+    weights = copy.deepcopy(model.state_dict())
+    run = _execute.run
+
+    def interrupted(items: Sequence[_execute.Item], *args: Any, **kwargs: Any) -> None:
+        run(items[:2], *args, **kwargs)
+        if at == "within a parameter":
+            items[2].state.raw.value.mul_(1.01)  # raw and moments have moved, p has not
+            items[2].state.raw.exp_avg.mul_(1.1)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(_execute, "run", interrupted)
+        train(model, optimizer, range(3, 4))
+    after = [p.detach().clone() for p in matrices(model)]
+    assert [torch.equal(p, w) for p, w in zip(after, (w for w in weights.values() if w.dim() > 1), strict=True)] == [
+        False,
+        False,
+        True,
+        True,
+    ]
+    for p, w in zip(matrices(model), after, strict=True):
+        agrees(optimizer, p) if not first else optimizer.raw(p)
+        assert torch.equal(p, w)
+    train(model, optimizer, range(4, 6))
+    for p, w in zip(matrices(model), after, strict=True):
+        agrees(optimizer, p)
+        assert 0 < (p - w).abs().max() < 0.2
+    with pytest.warns(UserWarning, match="authoritative"):
+        optimizer.load_state_dict(saved)
+    if not first:
+        same(
+            {k: v for k, v in model.state_dict().items() if v.dim() > 1},
+            {k: v for k, v in weights.items() if v.dim() > 1},
+        )
+
+
+def test_an_error_before_the_first_write_leaves_everything() -> None:
+    """Guard: step() settles every parameter before it writes the first."""
+    model = make_model("mlp", torch.float32)
+    optimizer = SELAdam(model.named_parameters())
+    train(model, optimizer, range(2))
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    last = matrices(model)[-1]
+    last.grad = mixed(*last.shape, dtype=torch.float32).to_sparse()
+    with pytest.raises(RuntimeError, match="sparse"):
+        optimizer.step()
+    same(model.state_dict(), before[0])
+    same(optimizer.state_dict(), before[1])
+
+
+# ---------------------------------------------------------------------------------------------------------- bad files
+
+
+RAN: list[str] = []
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        return RAN.append, ("code from a file ran",)
+
+
+def files() -> dict[str, bytes]:
+    def saved(value: Any) -> bytes:
+        file = io.BytesIO()
+        torch.save(value, file)
+        return file.getvalue()
+
+    model = make_model("mlp", torch.float32)
+    good = saved(SELAdam(model.parameters()).state_dict())
+    archive = io.BytesIO()
+    with zipfile.ZipFile(archive, "w") as out:
+        out.writestr("data.pkl", pickle.dumps(Hostile()))
+    flipped = bytearray(good)
+    flipped[len(good) // 3] ^= 0xFF
+    return {
+        "empty": b"",
+        "text": b"not a checkpoint\n" * 9,
+        "half": good[: len(good) // 2],
+        "without its end": good[:-30],
+        "a pickle": pickle.dumps({"state": {}, "param_groups": []}),
+        "a hostile pickle": pickle.dumps(Hostile()),
+        "a hostile checkpoint": saved({"state": Hostile(), "param_groups": []}),
+        "a hostile archive": archive.getvalue(),
+        "a whole model": saved(model),
+        "zeros": bytes(4096),
+    }
+
+
+@pytest.mark.parametrize("name", files())
+def test_a_bad_file_is_refused_and_nothing_in_it_runs(name: str, tmp_path: Path) -> None:
+    """Faults. Guard: convert.read_checkpoint reads with weights_only=True, and names the file."""
+    path = tmp_path / "checkpoint.pt"
+    path.write_bytes(files()[name])
+    RAN.clear()
+    with pytest.raises(ValueError, match=r"checkpoint\.pt is no checkpoint|not an optimizer state|not a SELAdam state"):
+        to_adam_state(read_checkpoint(path))
+    assert not RAN
+
+
+def test_a_file_that_is_missing_says_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_checkpoint(tmp_path / "none.pt")
+
+
+def test_a_good_file_is_read(tmp_path: Path) -> None:
+    model = make_model("mlp", torch.float32)
+    optimizer = SELAdam(model.named_parameters(), scale_init={"e": 1.1})
+    train(model, optimizer, range(2))
+    torch.save(optimizer.state_dict(), tmp_path / "good.pt")
+    same(read_checkpoint(tmp_path / "good.pt"), optimizer.state_dict())
