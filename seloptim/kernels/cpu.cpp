@@ -361,29 +361,36 @@ const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) 
   return g;
 }
 
+// What of the scales is learned: nothing, with scales that have no column factor; nothing; exactly e, l, m; any set of kinds, and n.
+enum Train { kConstant, kFrozen, kUsual, kAny };
+constexpr bool learns(Train train) { return train == kUsual || train == kAny; }
+
+// row[i] * col[j] for a vector of j
+template <typename T, Train train>
+INLINE Vec<T> product(T row, const T* c, Column which) {
+  return train == kConstant ? Vec<T>{} + row : load(c + which * kWidth<T>) * row;
+}
+
 template <typename T>
 INLINE Vec<T> shift(const RowScales<T>& r, const T* c) {
   return exp_base2<T>(load(c + kN * kWidth<T>) * (r.n * T(-kLog2E)));
 }
 
 // weight = s*(e/beta)*N*X + (l/beta)*(a or raw)
-template <typename T, bool congruent, bool has_n>
+template <typename T, bool congruent, Train train, bool has_n>
 INLINE Vec<T> map(Vec<T> raw, const RowScales<T>& r, const T* c) {
-  constexpr int W = kWidth<T>;
   const Mask<T> sign = sign_bit<T>(raw);
   const Vec<T> a = flip<T>(raw, sign);
-  const Vec<T> X = flip<T>(expm1_base2<T>(a * (load(c + kM * W) * r.bm)), sign);
-  Vec<T> be = load(c + kE * W) * r.be;
+  const Vec<T> X = flip<T>(expm1_base2<T>(a * product<T, train>(r.bm, c, kM)), sign);
+  Vec<T> be = product<T, train>(r.be, c, kE);
   if (has_n) be *= shift(r, c);
-  return X * be + (load(c + kL * W) * r.bl) * (congruent ? raw : a);
+  return X * be + product<T, train>(r.bl, c, kL) * (congruent ? raw : a);
 }
 
 template <typename T>
 struct Sums {
   Vec<T> e{}, l{}, m{}, n{};
 };
-
-enum Train { kFrozen, kUsual, kAny };  // nothing learned; exactly e, l, m; any set of kinds, and n
 
 // One vector of one row: d loss / d raw, and its share in the factors' gradients. c: its columns' patterns.
 template <typename T, bool congruent, Train train, bool has_n>
@@ -392,7 +399,7 @@ INLINE Vec<T> pull(const Vec<T> g, const Vec<T> raw, const RowScales<T>& r, cons
   constexpr int W = kWidth<T>;
   const Mask<T> sign = sign_bit<T>(raw);
   const Vec<T> a = flip<T>(raw, sign);
-  const Vec<T> X = expm1_base2<T>(a * (load(c + kM * W) * r.bm));
+  const Vec<T> X = expm1_base2<T>(a * product<T, train>(r.bm, c, kM));
   const Vec<T> signed_g = flip<T>(g, sign), path = congruent ? g : signed_g;
   Vec<T> t = g * X + g;  // g*(1 + X)*N
   Vec<T> U = signed_g * X;
@@ -400,7 +407,7 @@ INLINE Vec<T> pull(const Vec<T> g, const Vec<T> raw, const RowScales<T>& r, cons
     const Vec<T> shrink = shift(r, c);
     t *= shrink, U *= shrink;
   }
-  if (train != kFrozen) {
+  if (learns(train)) {
     // A number that is not finite would spread over its whole row and column. W is not finite where U or V is not.
     Vec<T> V = path * raw, W_ = t * raw;
     const auto finite = W_ - W_ == Vec<T>{};
@@ -412,7 +419,7 @@ INLINE Vec<T> pull(const Vec<T> g, const Vec<T> raw, const RowScales<T>& r, cons
   }
   // s is 0 at 0: the slope there is the mean of the two one-sided ones
   const Vec<T> straight = congruent ? path : (raw != Vec<T>{} ? path : Vec<T>{});
-  return t * (load(c + kEM * W) * r.em) + straight * (load(c + kL * W) * r.bl);
+  return t * product<T, train>(r.em, c, kEM) + straight * product<T, train>(r.bl, c, kL);
 }
 
 // Adam on one vector of raw.
@@ -491,7 +498,7 @@ INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& wor
   T* grads = work.strip();
   Sums<T> row;
   const auto add = [&](T* c, const Sums<T>& sums) {
-    if (train == kFrozen || !x.has_col) return;
+    if (!learns(train) || !x.has_col) return;
     T* now = c + kSums * W;
     store(now + E * W, load(now + E * W) + sums.e);
     store(now + L * W, load(now + L * W) + sums.l);
@@ -515,9 +522,9 @@ INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& wor
       __builtin_prefetch(s.sq + j + kAhead, 0, 2);
       update(load(grads + j - start), s.at(j), adam);
     }
-    if (train == kFrozen && adam.writes)
+    if (!learns(train) && adam.writes)
       for (int64_t j = start; j < end; j += W)
-        store(weight + j, map<T, congruent, has_n>(load(s.value + j), scales, work.column(j)));
+        store(weight + j, map<T, congruent, train, has_n>(load(s.value + j), scales, work.column(j)));
   }
   if (whole < x.cols) {
     T* c = work.column(whole);
@@ -532,13 +539,13 @@ INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& wor
     edge.give(1, rest.avg), edge.give(2, rest.sq);
     if (rest.max) edge.give(3, rest.max);
     if (adam.writes) edge.give(0, rest.value);
-    if (adam.writes && train == kFrozen) {
-      store(edge.memory + 5 * W, map<T, congruent, has_n>(load(copy.value), scales, c));
+    if (adam.writes && !learns(train)) {
+      store(edge.memory + 5 * W, map<T, congruent, train, has_n>(load(copy.value), scales, c));
       edge.give(5, weight + whole);
     }
   }
-  if (train == kFrozen && !direct && adam.writes) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
-  if (train == kFrozen || !x.has_row) return;
+  if (!learns(train) && !direct && adam.writes) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
+  if (!learns(train) || !x.has_row) return;
   const T found[kKinds] = {horizontal_sum<T>(row.e) / x.beta, horizontal_sum<T>(row.l) / x.beta,
                            horizontal_sum<T>(row.m) * scales.e, -horizontal_sum<T>(row.n) * scales.be};
   if (x.one_row)
@@ -547,7 +554,7 @@ INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& wor
     factor_step(x, x.row.at(i * kKinds), found);
 }
 
-template <typename T, bool congruent, bool has_n>
+template <typename T, bool congruent, Train train, bool has_n>
 INLINE void push_row(const Matrix<T>& x, int64_t i, Work<T>& work) {
   constexpr int W = kWidth<T>;
   const bool direct = x.weight_type == kOwn<T>;
@@ -555,10 +562,10 @@ INLINE void push_row(const Matrix<T>& x, int64_t i, Work<T>& work) {
   const T* raw = x.raw.value + i * x.cols;
   T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
   int64_t j = 0;
-  for (; j + W <= x.cols; j += W) store(weight + j, map<T, congruent, has_n>(load(raw + j), scales, work.column(j)));
+  for (; j + W <= x.cols; j += W) store(weight + j, map<T, congruent, train, has_n>(load(raw + j), scales, work.column(j)));
   if (j < x.cols) {
     const Edge<T> edge{work.edge(), x.cols - j};
-    store(edge.memory + W, map<T, congruent, has_n>(load(edge.take(0, raw + j)), scales, work.column(j)));
+    store(edge.memory + W, map<T, congruent, train, has_n>(load(edge.take(0, raw + j)), scales, work.column(j)));
     edge.give(1, weight + j);
   }
   if (!direct) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
@@ -570,7 +577,7 @@ constexpr int64_t kChunk = 128;  // rows whose column sums are added up before t
 
 template <typename T, bool congruent, Train train, bool has_n>
 void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Work<T>& work) {
-  const bool sums = train != kFrozen && x.has_col;
+  const bool sums = learns(train) && x.has_col;
   work.fill(x);
   std::fill(work.scalars, work.scalars + kKinds, T(0));
   if (sums) work.clear(kTotals, x.cols);
@@ -582,10 +589,10 @@ void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Wor
   }
 }
 
-template <typename T, bool congruent, bool has_n>
+template <typename T, bool congruent, Train train, bool has_n>
 void push_rows(const Matrix<T>& x, int64_t from, int64_t to, Work<T>& work) {
   work.fill(x);
-  for (int64_t i = from; i < to; ++i) push_row<T, congruent, has_n>(x, i, work);
+  for (int64_t i = from; i < to; ++i) push_row<T, congruent, train, has_n>(x, i, work);
 }
 
 // Adam on what all rows have a share in: the column factors, and a row factor of one number. `works` in a fixed order.
@@ -625,16 +632,18 @@ void step_matrix(const Matrix<T>& x, const Hyper& h, std::vector<Work<T>>& works
   over_rows([&](int64_t from, int64_t to, Work<T>& work) {
     pull_rows<T, congruent, train, has_n>(x, h, from, to, work);
   });
-  if (train == kFrozen) return;
+  if (!learns(train)) return;
   if (h.learned) finish_factors(x, &works[first], count);
   if (!x.adam.writes) return;
-  over_rows([&](int64_t from, int64_t to, Work<T>& work) { push_rows<T, congruent, has_n>(x, from, to, work); });
+  over_rows([&](int64_t from, int64_t to, Work<T>& work) { push_rows<T, congruent, train, has_n>(x, from, to, work); });
 }
 
 template <typename T, bool congruent>
 void step_by_kinds(const Matrix<T>& x, const Hyper& h, std::vector<Work<T>>& works, int64_t first, bool alone) {
   if (x.has_n)
     step_matrix<T, congruent, kAny, true>(x, h, works, first, alone);
+  else if (h.learned == 0 && !x.has_col)
+    step_matrix<T, congruent, kConstant, false>(x, h, works, first, alone);
   else if (h.learned == 0)
     step_matrix<T, congruent, kFrozen, false>(x, h, works, first, alone);
   else if (h.learned == (1 << E | 1 << L | 1 << M))
