@@ -1,4 +1,4 @@
-"""`python -m seloptim`: look into a saved state, draw the map, turn a saved state into Adam's."""
+"""`python -m seloptim`: look into a saved state, draw the map, turn a saved state into Adam's, build the native kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import SELAdam
+from . import SELAdam, kernels
 from .convert import check_layout, read_checkpoint, to_adam_state
 from .functional import sel_inverse, sel_pullback
 
@@ -97,6 +97,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     convert.add_argument("--out", type=Path, help="file to write (default: beside CHECKPOINT, as STEM.adam.pt)")
     convert.set_defaults(run=_convert)
+
+    build = commands.add_parser(
+        "build",
+        help="compile the native CPU kernel",
+        description="Compile the native CPU kernel for this machine, once; optimizers with fused=None use it from then on.",
+    )
+    build.set_defaults(run=_build)
     return parser
 
 
@@ -105,6 +112,13 @@ def _positive(text: str) -> float:
     if not 0 < number < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a positive number")
     return number
+
+
+def _build(args: argparse.Namespace) -> str:
+    try:
+        return f"wrote {kernels.build()}"
+    except RuntimeError as error:
+        raise Refusal(str(error)) from error
 
 
 # ------------------------------------------------------------------------------------------------------------ inspect

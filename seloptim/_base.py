@@ -165,6 +165,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         for group, (curved, betas) in zip(groups, decided, strict=True):
             group["curved"], group["beta"] = curved, betas
 
+    # Versions, storages and the native kernel are no graph: traced, edits are seen where there are none. A compiled caller calls it.
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimization step.

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from seloptim import SELAdam, _execute, kernels
+from seloptim.__main__ import main
 from seloptim._execute import native_is_ready
 from seloptim.kernels import cpu
 from tests.cases import STRUCTURES, mixed
@@ -411,6 +413,45 @@ def test_the_file_name_has_all_that_the_library_depends_on(monkeypatch: pytest.M
             assert cpu.library() != here
     cpu._key.cache_clear()
     assert cpu.library() == here
+
+
+def test_the_command_line_builds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["build"]) == 0
+    assert capsys.readouterr().out == f"wrote {cpu.library()}\n"
+    monkeypatch.setenv("SELOPTIM_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert main(["build"]) == 2
+    assert "was not found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("lr", [1e-3, torch.tensor(1e-3)], ids=["number", "tensor"])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=["native", "eager"])
+def test_a_compiled_step_is_the_step_and_does_not_recompile(options: dict[str, Any], lr: Any) -> None:
+    frames: list[int] = []
+
+    def steps(compiled: bool) -> list[Tensor]:
+        params = [nn.Parameter(mixed(8, 40, seed=k, size=0.05)) for k in range(3)]
+        optimizer = SELAdam(params, lr=copy.deepcopy(lr), **options)
+        count = CompileCounter()
+        torch._dynamo.reset()
+        step = torch.compile(optimizer.step, backend=count) if compiled else optimizer.step
+        for t in range(7):
+            for k, p in enumerate(params):
+                p.grad = mixed(8, 40, seed=100 * t + k)
+            rate = optimizer.param_groups[0]["lr"]
+            if isinstance(rate, Tensor):
+                rate.fill_(1e-3 * (t + 1))
+            else:
+                optimizer.param_groups[0]["lr"] = 1e-3 * (t + 1)
+            step()
+            frames.append(count.frame_count)
+        return [p.detach() for p in params]
+
+    for a, b in zip(steps(True), steps(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+    assert frames[3] == frames[6]
 
 
 def test_fused_refuses_what_it_has_no_kernel_for() -> None:
