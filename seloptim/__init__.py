@@ -1,6 +1,7 @@
 """Adam in curved weight space (SymExpLin, arXiv:2607.09967), as a drop-in torch optimizer."""
 
-from ._shadow import PAPER_SCALE_LR as PAPER_SCALE_LR
+from ._options import PAPER_SCALE_LR as PAPER_SCALE_LR
+from .curved import Curved as Curved
 from .groups import param_groups as param_groups
 from .losses import FusedLinearCrossEntropy as FusedLinearCrossEntropy
 from .losses import cross_entropy as cross_entropy

@@ -30,6 +30,9 @@ class Item(NamedTuple):
     rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen
 
 
+Blocks = list[tuple[tuple[slice, slice], Pulled]]  # what was pulled from each block of a parameter
+
+
 def run(items: Sequence[Item], hyper: Hyper, *, batched: bool) -> None:
     """One step of every item: state and parameter are written in place, gradients are only read."""
     if batched:
@@ -113,14 +116,20 @@ def _step(
     rates: Tensor,
 ) -> None:
     """The four stages over one batch of matrices (batch, rows, cols), block by block."""
-    blocks = list(_blocks(state.raw.value))
     decay = hyper.weight_decay if hyper.decoupled else 0.0
-    pulled: list[tuple[tuple[slice, slice], Pulled]] = []
-    for block in blocks:
+    pulled: Blocks = []
+    for block in _blocks(state.raw.value):
         part, part_curve = _cut(state, curve, block)
         found = _rule.pull(_gradient(grad[block], weight[block], part.raw.value.dtype, hyper), part, part_curve)
         _rule.update(part.raw, found.raw, hyper, step, _cut_rate(lr, block), decay)
         pulled.append((block, found._replace(raw=weight)))  # raw's gradient is spent: let its memory go
+    _finish(weight, state, curve, hyper, step, rates, pulled)
+
+
+def _finish(
+    weight: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, rates: Tensor, pulled: Blocks
+) -> None:
+    """What follows when raw has moved: the factors, and the weight."""
     for name in _rule.VALUES[1:]:
         slot: Slot | None = getattr(state, name)
         if slot is None:
@@ -133,12 +142,39 @@ def _step(
         _rule.update(slot, total, hyper, step, own_lr)
     if _rule.is_zero(hyper.lr):
         return
-    for block in blocks:
+    for block, _ in pulled:
         part, part_curve = _cut(state, curve, block)
         moved = _rule.push(part, part_curve)
         if isinstance(hyper.lr, Tensor) and not _rule.on_host(hyper.lr):
             moved = torch.where(hyper.lr == 0, weight[block], moved.to(weight.dtype))
         weight[block].copy_(moved)
+
+
+def pull(item: Item, hyper: Hyper) -> tuple[Tensor, Blocks]:
+    """The first stage alone, for another optimizer to move raw by: (gradient of raw, what `push` takes on)."""
+    raw = item.state.raw.value
+    weight, grad = item.param.detach().reshape(raw.shape), item.grad.detach().reshape(raw.shape)
+    blocks = list(_blocks(raw))
+    gradient = torch.empty_like(raw) if len(blocks) > 1 else raw
+    pulled: Blocks = []
+    for block in blocks:
+        part, part_curve = _cut(item.state, item.curve, block)
+        found = _rule.pull(_gradient(grad[block], weight[block], raw.dtype, hyper), part, part_curve)
+        if len(blocks) > 1:
+            gradient[block] = found.raw
+        else:
+            gradient = found.raw
+        pulled.append((block, found._replace(raw=weight)))
+    return gradient, pulled
+
+
+def push(item: Item, hyper: Hyper, pulled: Blocks) -> None:
+    """The other stages, when raw has moved: the factors by Adam, and the parameter onto the map."""
+    param = item.param.detach()
+    weight = param.reshape(item.state.raw.value.shape)
+    _finish(weight, item.state, item.curve, hyper, item.step, item.rates, pulled)
+    if weight.data_ptr() != param.data_ptr() and param.numel():
+        param.copy_(weight.reshape(param.shape))
 
 
 def _gradient(grad: Tensor, weight: Tensor, dtype: torch.dtype, hyper: Hyper) -> Tensor:

@@ -143,7 +143,9 @@ def create_state(
     return state
 
 
-def state_fault(state: Mapping[str, Any], shape: torch.Size, batch_dims: int) -> str | None:
+def state_fault(
+    state: Mapping[str, Any], shape: torch.Size, batch_dims: int, raw_has_moments: bool = True
+) -> str | None:
     """Why a saved state cannot be that of a curved parameter of this shape; None where it can."""
     _, rows, cols = matrix_shape(shape, batch_dims)
     lead = tuple(shape[:batch_dims])
@@ -158,7 +160,7 @@ def state_fault(state: Mapping[str, Any], shape: torch.Size, batch_dims: int) ->
         shapes |= {"residual_b": ((*lead, rows, rank),), "residual_a": ((*lead, rank, cols),)}
     for name, allowed in shapes.items():
         reason = tensor_fault(state, name, *allowed)
-        for moment in MOMENTS:
+        for moment in MOMENTS if raw_has_moments or name != "raw" else ():
             key = moment_key(name, moment)
             if not reason and (moment != "max_exp_avg_sq" or key in state):
                 reason = tensor_fault(state, key, tuple(state[name].shape))
@@ -261,6 +263,10 @@ def views(state: Mapping[str, Tensor | float], batch_dims: int, amsgrad: bool) -
         if name not in state:
             return None
         moments = MOMENTS if amsgrad else MOMENTS[:2]
+        if moment_key(name, moments[0]) not in state:
+            # Another optimizer moves raw and has the moments: pull and push read the value alone.
+            value = state[name].view(batch, rows, cols)  # type: ignore[union-attr]
+            return Slot(value, value, value, None)
         tensors = [state[name], *(state[moment_key(name, moment)] for moment in moments)]
         shape = (batch, rows, cols) if name == "raw" else (batch, *tensors[0].shape[-2:])  # type: ignore[union-attr]
         flat = [tensor.view(shape) for tensor in tensors]  # type: ignore[union-attr]
@@ -443,15 +449,25 @@ def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tens
     bias_correction1 = 1 - hyper.beta1**step
     bias_correction2_sqrt = (1 - hyper.beta2**step) ** 0.5
     step_size = lr / bias_correction1
-    denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(hyper.eps)
+    denom = (_sqrt(exp_avg_sq) / bias_correction2_sqrt).add_(hyper.eps)
     if on_host(step_size):
         if decay:
             value.mul_(1 - hyper.lr * decay)
         value.addcdiv_(exp_avg, denom, value=-step_size)  # type: ignore[arg-type]
         return
-    decayed = value * (1 - hyper.lr * decay) if decay else value
+    # A graph keeps the old value, which is overwritten below.
+    old = value.clone() if decay and torch.is_grad_enabled() else value
+    decayed = old * (1 - hyper.lr * decay) if decay else old
     moved = decayed + (exp_avg * -step_size).div_(denom)
     value.copy_(torch.where(step_size == 0, value, moved))
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """sqrt(x); where it is differentiated, with derivative 0 at 0: factors without a gradient yet have exact zeros there."""
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return x.sqrt()
+    zero = x == 0
+    return x.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
 
 def on_host(rate: float | Tensor) -> bool:

@@ -8,7 +8,7 @@ values decide.
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -16,23 +16,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _rule, _stats
+from ._options import learned_kinds
 from ._rule import KINDS, Curve, Views
 from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
 
 logger = logging.getLogger("seloptim")
 
-DEFAULT_SCALE_LR: dict[str, Any] = {
-    "e": (8.0, 1.3),
-    "l": (8.0, 1.3),
-    "m": (0.01, 0.5),
-    "n": None,
-}
-PAPER_SCALE_LR: dict[str, Any] = {
-    "e": (50.0, 8.0),
-    "l": (50.0, 8.0),
-    "m": (0.01, 0.5),
-    "n": None,
-}
 
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
 
@@ -135,7 +124,7 @@ class Shadow:
                 batch_dims=group["batch_dims"],
                 scale_init=self._scale_init(group, beta),
                 residual_rank=group["residual_rank"],
-                amsgrad=group["amsgrad"],
+                amsgrad=group.get("amsgrad", False),
                 seed=next(k for k, (_, _, q, _) in enumerate(self._members()) if q is p),
             )
         except ValueError as error:
@@ -143,12 +132,14 @@ class Shadow:
         state["initial_rms"] = _rms(p)
         self.state[p] = state
         self._remember(p, self._any_n(state))
-        lr = float(group["lr"])
+        self._check_pace(float(group["lr"]), beta, name)
+
+    def _check_pace(self, lr: float, beta: float, name: str) -> None:
         if lr * beta > 0.5:
             warnings.warn(
                 f"lr * beta = {lr:g} * {beta:g} = {lr * beta:.3g} for parameter {name}: one step could multiply a weight by more "
                 f"than e^0.5; lower lr below {0.5 / beta:.3g}",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def _ensure(self, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -177,18 +168,20 @@ class Shadow:
         main, dtype = ("raw", _rule.state_dtype(p.dtype)) if "raw" in state else ("exp_avg", p.dtype)
         if state[main].dtype != dtype or state[main].device != p.device:
             for key, value in state.items():
-                if isinstance(value, Tensor) and key != "step":
+                if isinstance(value, Tensor) and not key.endswith("step"):
                     state[key] = value.to(device=p.device, dtype=dtype)
 
     def _views(self, p: Tensor, group: dict[str, Any]) -> Views:
         state = self.state[p]
-        if group["amsgrad"]:
+        amsgrad = group.get("amsgrad", False)
+        if amsgrad:
             for name in _rule.VALUES:
-                if name in state:  # amsgrad may be switched on in a group during training
+                # amsgrad may be switched on in a group during training
+                if _rule.moment_key(name, "exp_avg_sq") in state:
                     key = _rule.moment_key(name, "max_exp_avg_sq")
                     if key not in state:
                         state[key] = torch.zeros_like(state[name])
-        return _rule.views(state, group["batch_dims"], group["amsgrad"])
+        return _rule.views(state, group["batch_dims"], amsgrad)
 
     def _curve(self, p: Tensor, group: dict[str, Any]) -> Curve:
         learned = learned_kinds(group)
@@ -411,9 +404,7 @@ class Shadow:
             curved = self._is_curved(group, i, p, name)
             shape = "x".join(map(str, p.shape)) or "scalar"
             if not curved or p.is_meta or not p.requires_grad:
-                rows.append(
-                    (name, shape, self._why(group, i, p, curved), "-", "-", str(2 * p.numel() * p.element_size()))
-                )
+                rows.append((name, shape, self._why(group, i, p, curved), "-", "-", str(self._plain_bytes(p))))
                 continue
             _, state = self._ensure(p)
             size = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
@@ -493,6 +484,10 @@ class Shadow:
         """What the last step of p was made with; None where there was none, or where its update cannot be run backwards."""
         return None
 
+    def _plain_bytes(self, p: Tensor) -> int:
+        """State of a parameter that is not curved: Adam's two moments."""
+        return 2 * p.numel() * p.element_size()
+
     def _why(self, group: dict[str, Any], i: int, p: Tensor, curved: bool) -> str:
         if curved:
             return "frozen" if not p.requires_grad else "on meta"
@@ -506,14 +501,6 @@ class Shadow:
     def _slope(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """d weight / d raw, elementwise, in p's shape."""
         return _rule.slope(self._views(p, group), self._curve(p, group)).view(p.shape)
-
-
-def learned_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
-    """The kinds of scale that train in this group."""
-    if group["structure"] == "none":
-        return ()
-    given = DEFAULT_SCALE_LR if group["scale_lr"] is None else group["scale_lr"]
-    return tuple(kind for kind in KINDS if given.get(kind) is not None)
 
 
 def differing(weight: Tensor, mapped: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from seloptim import SELAdam, SELAdamW
-from seloptim.optimizer import FORMAT
+from seloptim._base import FORMAT
 from tests.cases import make_model, mixed
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -1,0 +1,408 @@
+"""What SELAdam and Curved share as optimizers: groups and their checks, the order of a step, saving and loading."""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from . import _execute, _rule
+from ._options import SEL_DEFAULTS, check_beta, check_group, near_names, scale_rates
+from ._shadow import Shadow, differing
+from .convert import as_step, check_layout
+from .init import shrink
+
+FORMAT = 1  # of the saved state; stored in every group as "sel_format"
+
+EXECUTION = {"foreach", "capturable", "differentiable", "fused"}
+
+
+class SELOptimizer(Shadow, torch.optim.Optimizer):
+    """Groups, steps and saved states of an optimizer of raw weights; a subclass moves them."""
+
+    _constructing = False  # True while torch's constructor adds the groups: weights wait until all have been checked
+
+    def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
+        if isinstance(defaults["curved"], bool):
+            raise ValueError(
+                f'curved={defaults["curved"]!r} stands in a group; the constructor takes "matrices", "all", "none" or a callable'
+            )
+        defaults = {**defaults, "sel_format": FORMAT}
+        check_group({**defaults, "params": []})
+        self._seen = {}
+        self._warned = set()
+        self._constructing = True
+        super().__init__(params, defaults)
+        del self._constructing
+        self._shrink(self.param_groups)
+
+    # What a subclass adds: how it steps curved and plain parameters, and what a saved state of its kind looks like.
+
+    def _step_curved(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        raise NotImplementedError
+
+    def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
+        raise NotImplementedError
+
+    def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
+        raise NotImplementedError
+
+    def _check_saved_group(self, group: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
+        raise NotImplementedError
+
+    def _reinstall_plain(self, p: Tensor, saved: dict[str, Any], ours: bool) -> None:
+        raise NotImplementedError
+
+    def _items(self, group: dict[str, Any], params: list[Tensor]) -> list[_execute.Item]:
+        """What the stages need of each curved parameter, as it is before the step."""
+        rates: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        items = []
+        for p in params:
+            state = self.state[p]
+            done = float(state["step"])
+            key = (done, state["raw"].dtype, p.device)
+            if key not in rates:
+                rates[key] = torch.tensor(scale_rates(group, done), dtype=state["raw"].dtype, device=p.device)
+            assert p.grad is not None
+            slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
+            view, curve = self._views(p, group), self._curve(p, group)
+            items.append(_execute.Item(p, p.grad, view, curve, done + 1, slope, rates[key]))
+            # Until the step is through, only the values can tell where an interruption has left p and raw.
+            self._seen[p] = self._seen[p]._replace(version=-1)
+        return items
+
+    # ------------------------------------------------------------------------------------------------------------ groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch.optim.Optimizer.add_param_group; callables among its options are resolved here.
+
+        Raises:
+            ValueError, TypeError: as the constructor; nothing is added then.
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> a, b = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+            >>> optimizer = SELAdam(a.parameters())
+            >>> optimizer.add_param_group({"params": b.parameters(), "curved": False, "lr": 1e-2})
+        """
+        if isinstance(param_group, dict):
+            for key in sorted(param_group.keys() - self.defaults.keys() - {"params", "param_names"}):
+                # Keys that mean nothing to us are allowed, as in torch: a user's own and schedulers'.
+                if hint := near_names(key, self.defaults, cutoff=0.8):
+                    raise ValueError(f"a parameter group has no option {key}={param_group[key]!r}{hint}")
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            members = [(i, p, name) for g, i, p, name in self._members() if g is group]
+            check_group(group)
+            if callable(group["curved"]):
+                group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
+            if callable(group["beta"]):
+                # Not asked about parameters that stay plain: it may count on a matrix.
+                group["beta"] = [
+                    check_beta(group["beta"](name, p), name) if self._choice(group, i, p) else "auto"
+                    for i, p, name in members
+                ]
+            self._refuse(group, [(p, name) for i, p, name in members if self._choice(group, i, p)])
+            if not self._constructing:
+                self._shrink([group])
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
+        """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
+        if group["differentiable"]:
+            raise ValueError(
+                f"differentiable=True is not supported by {type(self).__name__}; "
+                "seloptim.transform differentiates through steps, with torchopt"
+            )
+        for p, name in candidates:
+            if group["fused"]:
+                raise ValueError(
+                    f"fused=True is not available for curved parameters ({name}); leave fused=None, or use foreach=True to batch"
+                )
+            if group["capturable"]:
+                raise ValueError(
+                    f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
+                )
+            if p.dim() < group["batch_dims"]:
+                raise ValueError(
+                    f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
+                    "put it into a group with fewer batch_dims"
+                )
+
+    @torch.no_grad()
+    def _shrink(self, groups: list[dict[str, Any]]) -> None:
+        """The mismatched initialisation. What depends on the weights is decided before it, since it changes them."""
+        groups = [group for group in groups if group["init"] == "mismatched"]
+        shrunk: list[tuple[Tensor, Tensor]] = []
+        decided: list[tuple[list[bool], list[float | str]]] = [([], []) for _ in groups]
+        for group, (curved, betas) in zip(groups, decided, strict=True):
+            for i, p, name in [(i, p, name) for g, i, p, name in self._members() if g is group]:
+                curved.append(self._is_curved(group, i, p, name))
+                betas.append("auto")
+                if not curved[-1]:
+                    continue
+                if p.is_meta:
+                    raise ValueError(
+                        f"init='mismatched' needs the weights of parameter {name}, which is on the meta device; "
+                        "materialise it before, or use init='preserve'"
+                    )
+                betas[-1] = beta = self._resolve_beta(group, i, p, name)
+                try:
+                    shrunk.append((p, shrink(p.detach(), *self._scale_init(group, beta).values(), beta=beta)))
+                except ValueError as error:
+                    raise ValueError(f"parameter {name}: {error}") from error
+        # Everything that can fail comes before the first write.
+        for p, weight in shrunk:
+            p.copy_(weight)
+        for group, (curved, betas) in zip(groups, decided, strict=True):
+            group["curved"], group["beta"] = curved, betas
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One optimization step.
+
+        Args:
+            closure: reevaluates the model and returns the loss; called once, with gradients enabled, before any is read.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            RuntimeError: sparse gradients. ValueError: a parameter whose weights are not finite or have no inverse, by name.
+            No parameter has moved then.
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> p = torch.nn.Parameter(torch.full((2, 2), 0.1))
+            >>> p.grad = torch.ones(2, 2)
+            >>> SELAdam([p], lr=1e-3).step()
+            >>> bool((p < 0.1).all())
+            True
+        """
+        self._accelerator_graph_capture_health_check()
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        curved: list[tuple[dict[str, Any], list[Tensor]]] = []
+        plain: list[tuple[dict[str, Any], list[Tensor]]] = []
+        # Everything that can fail comes before the first write.
+        with_grad = [member for member in self._members() if member[2].grad is not None]
+        for _, _, p, name in with_grad:
+            if p.grad is not None and p.grad.is_sparse:
+                raise RuntimeError(
+                    f"{type(self).__name__} does not support sparse gradients (parameter {name}), please consider SparseAdam instead"
+                )
+        for group, i, p, name in with_grad:
+            kind = plain
+            if self._is_curved(group, i, p, name):
+                kind = curved
+                self._settle(group, i, p, name)
+            else:
+                self._settle_plain(group, p)
+            if not kind or kind[-1][0] is not group:
+                kind.append((group, []))
+            kind[-1][1].append(p)
+        if self._only_creates(with_grad):
+            return loss
+        for group, params in curved:
+            self._step_curved(group, params)
+        for group, params in plain:
+            self._step_plain(group, params)
+        return loss
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as torch.optim.Optimizer.state_dict: tensors and plain numbers, under the names of docs/math.md.
+
+        State that does not exist yet is created, for every parameter that requires grad and has values, and edits that can be
+        seen (`check_edits`) are taken into it: what is saved is the model as it is.
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> optimizer = SELAdam(torch.nn.Linear(2, 2).parameters())
+            >>> sorted(optimizer.state_dict()["state"][0])[:4]
+            ['beta', 'exp_avg', 'exp_avg_sq', 'initial_rms']
+        """
+        for group, i, p, name in self._members():
+            if p.is_meta or not (p.requires_grad or self._has_raw(p)):
+                continue
+            if self._is_curved(group, i, p, name):
+                self._settle(group, i, p, name)
+            else:
+                self._settle_plain(group, p)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state that `state_dict` returned, bit for bit, whatever the parameters' dtype.
+
+        The raw weights are authoritative: a parameter that differs from their map is set to it, with a warning. Change
+        weights after loading the optimizer, not before.
+
+        Raises:
+            ValueError: groups, shapes or keys that do not fit; nothing has changed then.
+
+        Example:
+            >>> from seloptim import SELAdam
+            >>> model = torch.nn.Linear(2, 2)
+            >>> optimizer, other = SELAdam(model.parameters()), SELAdam(model.parameters())
+            >>> other.load_state_dict(optimizer.state_dict())
+        """
+        if not isinstance(state_dict, Mapping):
+            check_layout(state_dict)
+        # Runs behind the user's pre-hooks, whose result is what must be loaded.
+        handle = self.register_load_state_dict_pre_hook(_keep_incoming)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            self.__dict__.pop("_incoming", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch leaves the hooks out. All of __dict__ would be too much: schedulers put a patched step there.
+        hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
+        return {**super().__getstate__(), **hooks, "_warned": self._warned}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Both halves of torch's design meet here: a loaded state_dict, and an unpickled or copied optimizer."""
+        incoming = self.__dict__.pop("_incoming", None)
+        if incoming is None:
+            super().__setstate__(state)
+            self._seen = {}
+            for hooks in (value for key, value in self.__dict__.items() if key.endswith("_hooks")):
+                # Ids are counted in the process: the next hook must not replace an unpickled one.
+                RemovableHandle.next_id = max(RemovableHandle.next_id, *(key + 1 for key in hooks), 0)
+            for group in self.param_groups:
+                group.update({**SEL_DEFAULTS, **self.defaults, **group})
+            return
+        before = self.state, self.param_groups, self._seen
+        super().__setstate__(state)
+        self._seen = {}
+        try:
+            for live, group in zip(before[1], self.param_groups, strict=True):
+                group.update(_merged(live, group))
+            self._reinstall(incoming)
+        except BaseException:
+            self.state, self.param_groups, self._seen = before
+            raise
+
+    def _check_incoming(self, state_dict: dict[str, Any]) -> None:
+        """Everything that can be wrong with a saved state, before anything changes."""
+        check_layout(state_dict)
+        groups = state_dict["param_groups"]
+        if [len(g["params"]) for g in groups] != [len(g["params"]) for g in self.param_groups]:
+            return  # torch's own error says so
+        _check_names(self.param_groups, groups)
+        members = self._members()
+        for live, saved in zip(self.param_groups, groups, strict=True):
+            version = saved.get("sel_format", FORMAT)
+            if not isinstance(version, int) or version > FORMAT:
+                raise ValueError(
+                    f"the state has format {version}, this seloptim reads up to {FORMAT}; upgrade seloptim to load it"
+                )
+            merged = _merged(live, saved)
+            check_group(merged)
+            self._check_saved_group(merged)
+            for saved_id in saved["params"]:
+                _, _, p, name = next(members)
+                state = state_dict["state"].get(saved_id)
+                if not state:
+                    continue
+                reason = self._saved_fault(state, p, merged["batch_dims"])
+                if reason:
+                    raise ValueError(
+                        f"parameter {name} has shape {tuple(p.shape)}, but {reason}: "
+                        "the state belongs to another model, another order of parameters or another optimizer"
+                    )
+
+    @torch.no_grad()
+    def _reinstall(self, incoming: dict[str, Any]) -> None:
+        """Copies of the saved tensors in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
+        saved_ids = [(k, "sel_format" in group) for group in incoming["param_groups"] for k in group["params"]]
+        moved: list[tuple[str, float]] = []
+        for (saved_id, ours), (group, _, p, name) in zip(saved_ids, self._members(), strict=True):
+            saved = incoming["state"].get(saved_id)
+            if not saved:
+                continue
+            if "raw" not in saved:
+                self._reinstall_plain(p, saved, ours)
+                continue
+            state, dtype = self.state[p], _rule.state_dtype(p.dtype)
+            for key, value in saved.items():
+                if isinstance(value, Tensor) and key != "step":
+                    state[key] = value.detach().to(p.device, dtype, copy=True)
+            state["step"] = as_step(saved["step"])
+            change = self._restore(group, p)
+            if change > 0:
+                moved.append((name, change))
+        if moved:
+            names = ", ".join(name for name, _ in moved[:5]) + (f" and {len(moved) - 5} more" if len(moved) > 5 else "")
+            warnings.warn(
+                f"the loaded raw weights are authoritative: {names} differed from their map and were set to it, by at most "
+                f"{max(change for _, change in moved):.3g}; change weights after loading the optimizer, not before",
+                stacklevel=4,
+            )
+
+    def _restore(self, group: dict[str, Any], p: Tensor) -> float:
+        """p <- map(raw), whole, where the two differ anywhere; the largest change."""
+        if p.is_meta:
+            return 0.0
+        curve = self._curve(p, group)
+        mapped = _rule.push(self._views(p, group), curve).view(p.shape)
+        differs = differing(p, mapped)
+        change = 0.0
+        if bool(differs.any()):
+            change = float((p[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
+            p.copy_(mapped)
+        self._remember(p, curve.has_n)
+        return change
+
+
+def _check_names(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:
+    """Loading is by position: a name that stands at another one would get another parameter's state."""
+    here, there = _names(live), _names(saved)
+    if here is None or there is None:
+        return
+    for at, (mine, theirs) in enumerate(zip(here, there, strict=True)):
+        if mine != theirs and (mine in there or theirs in here):
+            raise ValueError(
+                f"the saved names stand in another order: position {at} is {mine!r} here and {theirs!r} in the state; loading is "
+                "by position, build the optimizer with the parameters in the saved order"
+            )
+
+
+def _names(groups: list[dict[str, Any]]) -> list[str] | None:
+    """The parameters' names without what wrappers put in front; None where not all are named."""
+    names: list[str] = []
+    for group in groups:
+        # torch.distributed.checkpoint sorts `params`, which are names then, and not `param_names`.
+        given = group["params"] if all(isinstance(p, str) for p in group["params"]) else group.get("param_names")
+        if given is None or len(given) != len(group["params"]):
+            return None
+        names += (".".join(part for part in name.split(".") if part not in ("module", "_orig_mod")) for name in given)
+    return names
+
+
+def _merged(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved group's options over the live group's. What belongs to the live optimizer stays: parameters, their names,
+    and, where another optimizer saved the group, how steps are executed."""
+    own = {"params", "param_names"} | (set() if "sel_format" in saved else EXECUTION)
+    kept = {key: value for key, value in live.items() if key in own or key not in saved}
+    return {**saved, **kept, "sel_format": FORMAT}
+
+
+def _keep_incoming(optimizer: Any, state_dict: dict[str, Any]) -> None:
+    optimizer._check_incoming(state_dict)
+    optimizer._incoming = state_dict

@@ -1,0 +1,174 @@
+"""What the options of a group mean, their defaults and their checks: shared by every optimizer and transformation."""
+
+import difflib
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from . import _rule
+from ._rule import KINDS
+from .init import RULES
+from .schedule import scale_lr_multiplier
+
+SEL_DEFAULTS: dict[str, Any] = {
+    "curved": "matrices",
+    "combine": "mismatched",
+    "init": "preserve",
+    "beta": "auto",
+    "lr_space": "raw",
+    "structure": "row_col",
+    "batch_dims": 0,
+    "scale_init": None,
+    "scale_lr": None,
+    "anneal_steps": None,
+    "residual_rank": 0,
+    "check_edits": "tracked",
+}
+
+
+CHOICES = {
+    "combine": ("mismatched", "congruent"),
+    "init": ("preserve", "mismatched"),
+    "lr_space": ("raw", "weight"),
+    "structure": _rule.STRUCTURES,
+    "check_edits": ("tracked", "full"),
+}
+
+
+DEFAULT_SCALE_LR: dict[str, Any] = {
+    "e": (8.0, 1.3),
+    "l": (8.0, 1.3),
+    "m": (0.01, 0.5),
+    "n": None,
+}
+
+
+PAPER_SCALE_LR: dict[str, Any] = {
+    "e": (50.0, 8.0),
+    "l": (50.0, 8.0),
+    "m": (0.01, 0.5),
+    "n": None,
+}
+
+
+def learned_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
+    """The kinds of scale that train in this group."""
+    if group["structure"] == "none":
+        return ()
+    given = DEFAULT_SCALE_LR if group["scale_lr"] is None else group["scale_lr"]
+    return tuple(kind for kind in KINDS if given.get(kind) is not None)
+
+
+def check_group(group: dict[str, Any]) -> None:
+    """Every SEL option of a group; all become plain values, so that torch.load(weights_only=True) reads a saved group."""
+    if "betas" in group:
+        check_betas(group["betas"])
+    for name, allowed in CHOICES.items():
+        if group[name] not in allowed:
+            raise ValueError(f"Invalid {name}: {group[name]!r}; use one of {', '.join(map(repr, allowed))}")
+    curved = group["curved"]
+    if not (callable(curved) or isinstance(curved, (bool, list)) or curved in ("matrices", "all", "none")):
+        raise ValueError(
+            f"Invalid curved: {curved!r}; use 'matrices', 'all', 'none', a bool (in a group) or a callable (name, p) -> bool"
+        )
+    if isinstance(curved, list) and len(curved) != len(group["params"]):
+        raise ValueError(f"Invalid curved: {len(curved)} entries for {len(group['params'])} parameters")
+    beta = group["beta"]
+    if isinstance(beta, list) and len(beta) == len(group["params"]):
+        group["beta"] = [check_beta(b, f"{i} of its group") for i, b in enumerate(beta)]
+    elif not callable(beta):
+        group["beta"] = check_beta(beta)
+    for name in ("batch_dims", "residual_rank"):
+        if isinstance(group[name], bool) or not isinstance(group[name], int) or group[name] < 0:
+            raise ValueError(f"Invalid {name}: {group[name]!r}; use an int >= 0")
+    steps = group["anneal_steps"]
+    if steps is not None and (
+        isinstance(steps, bool) or not isinstance(steps, (int, float)) or not 0 < steps < math.inf
+    ):
+        raise ValueError(f"Invalid anneal_steps: {steps!r}; use a positive number of steps, or None")
+    group["scale_init"] = check_scale_init(group["scale_init"])
+    group["scale_lr"] = check_scale_lr(group["scale_lr"])
+
+
+def check_beta(beta: Any, name: str | None = None) -> float | str:
+    where = "" if name is None else f" for parameter {name}"
+    if isinstance(beta, (tuple, list)):
+        raise ValueError(f"beta is the curvature, one number, got {beta!r}{where}; did you mean betas={tuple(beta)!r}?")
+    if isinstance(beta, str) and beta in RULES:
+        return beta
+    try:
+        number = float(beta)
+    except (TypeError, ValueError):
+        number = math.nan
+    if isinstance(beta, (bool, str)) or not 0 < number < math.inf:
+        raise ValueError(
+            f"Invalid beta: {beta!r}{where}; use a positive number, 'auto', 'width' or a callable (name, p) -> float"
+        )
+    return number
+
+
+def check_betas(betas: Any) -> None:
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise ValueError(
+            f"betas is Adam's pair of decay rates, got {betas!r}; did you mean beta={betas!r}, the curvature?"
+        )
+
+
+def check_kinds(name: str, mapping: Any) -> None:
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"Invalid {name}: {mapping!r}; use None or a mapping from {', '.join(KINDS)}")
+    for kind in mapping:
+        if kind not in KINDS:
+            raise ValueError(f"Invalid {name}: unknown kind {kind!r}; the kinds are {', '.join(KINDS)}")
+
+
+def check_scale_init(given: Any) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    check_kinds("scale_init", given)
+    for kind, value in given.items():
+        fine = value == "beta" or (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
+        if not fine:
+            raise ValueError(f"Invalid scale_init for {kind}: {value!r}; use a finite number or 'beta'")
+    return {kind: value if value == "beta" else float(value) for kind, value in given.items()}
+
+
+def check_scale_lr(given: Any) -> dict[str, Any] | None:
+    if given is None:
+        return None
+    check_kinds("scale_lr", given)
+    checked: dict[str, Any] = {}
+    for kind, value in given.items():
+        numbers = value if isinstance(value, (tuple, list)) else (value, value)
+        fine = value is None or (
+            len(numbers) == 2
+            and all(isinstance(v, (int, float)) and not isinstance(v, bool) and 0 < v < math.inf for v in numbers)
+        )
+        if not fine:
+            raise ValueError(
+                f"Invalid scale_lr for {kind}: {value!r}; use None (frozen), a positive number or a pair (start, end) of them"
+            )
+        checked[kind] = None if value is None else [float(v) for v in numbers]
+    return checked
+
+
+def scale_rates(group: dict[str, Any], done: float) -> list[float]:
+    """Multiples of lr for each kind of scale after `done` steps, 0 where frozen."""
+    given = DEFAULT_SCALE_LR if group["scale_lr"] is None else group["scale_lr"]
+    learned = learned_kinds(group)
+    rates = []
+    for kind in KINDS:
+        if kind not in learned:
+            rates.append(0.0)
+            continue
+        pair = given[kind]
+        start, end = pair if isinstance(pair, (tuple, list)) else (pair, pair)
+        rates.append(float(scale_lr_multiplier(start, end, group["anneal_steps"], done)))
+    return rates
+
+
+def near_names(name: str, options: Iterable[str], cutoff: float = 0.6) -> str:
+    near = difflib.get_close_matches(name, options, 3, cutoff)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
