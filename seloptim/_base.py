@@ -343,7 +343,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             state, dtype = self.state[p], _rule.state_dtype(p.dtype)
             for key, value in saved.items():
                 if isinstance(value, Tensor) and key != "step":
-                    state[key] = value.detach().to(p.device, dtype, copy=True)
+                    state[key] = value.detach().to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)
             state["step"] = as_step(saved["step"])
             change = self._restore(group, p)
             if change > 0:

@@ -148,6 +148,7 @@ def _moments(saved: Mapping[str, Any], group: Mapping[str, Any], key: Any) -> di
     moments = {"step": as_step(saved["step"])}
     if not curved:
         return moments | {name: saved[name].clone() for name in POWERS if name in saved}
+    saved = {name: value.contiguous() if isinstance(value, Tensor) else value for name, value in saved.items()}
     curve = _rule.Curve(saved["beta"], group.get("combine", ""), learned=(), has_n=True)
     slope = _rule.slope(_rule.views(saved, batch_dims, amsgrad=False), curve).view(shape)
     size = slope.abs()

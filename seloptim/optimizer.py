@@ -12,7 +12,7 @@ from ._base import SELOptimizer
 from ._options import SEL_DEFAULTS, check_betas, near_names, scale_rates
 from ._rule import Hyper
 from ._stats import LastStep
-from .convert import ADAM_OPTIONS, adam_fault, from_adam
+from .convert import ADAM_OPTIONS, adam_fault, as_step, from_adam
 
 
 class SELAdam(SELOptimizer):
@@ -191,8 +191,7 @@ class SELAdam(SELOptimizer):
             state.pop("from_adam", None)
             self._follow(p)
             return
-        on_device = group["capturable"] or group["fused"]
-        state["step"] = torch.zeros((), dtype=torch.float32, device=p.device if on_device else "cpu")
+        state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(group, p))
         for moment in _rule.MOMENTS if group["amsgrad"] else _rule.MOMENTS[:2]:
             state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
@@ -235,12 +234,12 @@ class SELAdam(SELOptimizer):
         return _rule.state_fault(state, p.shape, batch_dims) if "raw" in state else adam_fault(state, p.shape)
 
     def _reinstall_plain(self, p: Tensor, saved: dict[str, Any], ours: bool) -> None:
-        state = self.state[p]
+        state, (group, _, _) = self.state[p], self._find(p)
         for key, value in saved.items():
             if isinstance(value, Tensor) and key != "step":
                 state[key] = value.detach().to(p.device, copy=True)
-        # torch has put the step where capturable and fused want it.
-        state["step"] = torch.as_tensor(state["step"], dtype=torch.float32).detach().clone()
+        # torch asks the saved group, whose capturable and fused may be another optimizer's.
+        state["step"] = as_step(saved["step"]).to(_step_device(group, p))
         if not ours:
             state["from_adam"] = 1  # slopes are known when the weights are: they may be loaded later
 
@@ -249,6 +248,11 @@ class SELAdam(SELOptimizer):
         super()._create(group, i, p, name)
         if adam_state and "from_adam" in adam_state:
             from_adam(adam_state, self.state[p], self._views(p, group), self._curve(p, group))
+
+
+def _step_device(group: Mapping[str, Any], p: Tensor) -> torch.device:
+    """Where torch.optim.Adam keeps the count of steps."""
+    return p.device if group["capturable"] or group["fused"] else torch.device("cpu")
 
 
 class SELAdamW(SELAdam):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from seloptim import SELAdam, SELAdamW
 from seloptim._base import FORMAT
+from seloptim.convert import to_adam_state
 from tests.cases import make_model, mixed
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
@@ -202,6 +203,21 @@ def test_odd_parameters_resume_bit_exact(curved: str) -> None:
     for p, q in zip(params, others, strict=True):
         assert torch.equal(p, q) and p.stride() == q.stride()
     same(again.state_dict()["state"], optimizer.state_dict()["state"])
+
+
+def test_a_state_of_other_strides_loads() -> None:
+    """Contract 24: a tool may have stored tensors transposed. Guard: _reinstall makes its copies contiguous."""
+    model = make_model("mlp", torch.float32)
+    optimizer = SELAdam(model.parameters())
+    train(model, optimizer, range(2))
+    state = through_file(optimizer.state_dict())
+    for values in state["state"].values():
+        values.update({k: v.t().contiguous().t() for k, v in values.items() if isinstance(v, Tensor) and v.dim() == 2})
+    same(to_adam_state(state), to_adam_state(optimizer.state_dict()))
+    again = SELAdam(model.parameters())
+    again.load_state_dict(state)
+    same(again.state_dict()["state"], optimizer.state_dict()["state"])
+    train(model, again, range(2, 3))
 
 
 def test_counters_are_not_cast() -> None:
