@@ -127,10 +127,6 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 "seloptim.transform differentiates through steps, with torchopt"
             )
         for p, name in candidates:
-            if group["fused"]:
-                raise ValueError(
-                    f"fused=True is not available for curved parameters ({name}); leave fused=None, or use foreach=True to batch"
-                )
             if group["capturable"]:
                 raise ValueError(
                     f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
@@ -196,6 +192,9 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
+            return loss
         curved: list[tuple[dict[str, Any], list[Tensor]]] = []
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
         # Everything that can fail comes before the first write.

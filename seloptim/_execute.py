@@ -4,8 +4,10 @@ No arithmetic of its own. On a CPU the stages run over blocks of rows whose temp
 is 2.5 times faster than over whole matrices, whose temporaries are fetched from memory and mapped anew at each operation.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -14,6 +16,9 @@ from torch import Tensor
 from . import _rule
 from ._rule import Curve, Hyper, Pulled, Slot, Views
 
+logger = logging.getLogger("seloptim")
+
+NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32 a temporary
 STACK_BYTES = 64 << 20  # on an accelerator; on a CPU a stack is one block, since a larger one only adds copies
 
@@ -33,12 +38,107 @@ class Item(NamedTuple):
 Blocks = list[tuple[tuple[slice, slice], Pulled]]  # what was pulled from each block of a parameter
 
 
-def run(items: Sequence[Item], hyper: Hyper, *, batched: bool) -> None:
-    """One step of every item: state and parameter are written in place, gradients are only read."""
+def run(
+    items: Sequence[Item], hyper: Hyper, *, batched: bool, native: bool = False, grad_scale: Tensor | None = None
+) -> None:
+    """One step of every item: state and parameter are written in place, gradients are only read.
+
+    native: by the native kernel, for the items that it has one for. Only there gradients may be those of the loss times
+    `grad_scale`.
+    """
+    if native:
+        suited: dict[torch.dtype, list[Item]] = defaultdict(list)
+        rest: list[Item] = []
+        for item in items:
+            if not item.param.numel():
+                continue
+            refused = native_refusal(item.param, item.state.residual_b is not None)
+            (rest if refused else suited[item.state.raw.value.dtype]).append(item)
+        for members in suited.values():
+            _run_native(members, hyper, grad_scale)
+        items = rest
     if batched:
         _run_batched(items, hyper)
     else:
         _run_single(items, hyper)
+
+
+def native_refusal(param: Tensor, has_residual: bool) -> str | None:
+    """Why there is no native kernel for a parameter, or None."""
+    if has_residual:
+        return "it has a residual (residual_rank > 0)"
+    if type(param.data) is not Tensor:
+        return f"it is a {type(param.data).__name__}"
+    if param.device.type not in ("cpu", "meta"):
+        return f"it is on {param.device}, not on the CPU"
+    if param.dtype not in NATIVE_DTYPES:
+        return f"its dtype is {param.dtype}"
+    return None
+
+
+def native_is_ready(*, compile: bool) -> bool:
+    """Whether the native kernel can be used now. compile=True builds it if need be, or raises RuntimeError."""
+    from . import kernels
+
+    if compile:
+        kernels.load()
+    elif not kernels.available():
+        _say_once()
+        return False
+    return True
+
+
+@cache
+def _say_once() -> None:
+    logger.info(
+        "the native CPU kernel is not built, steps take the slower eager path; python -m seloptim build, or fused=True, builds it"
+    )
+
+
+def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None) -> None:
+    """Items of one group and one dtype, in one call."""
+    weights: list[Tensor] = []
+    grads: list[Tensor] = []
+    state: list[Tensor] = []
+    ints: list[int] = []
+    numbers: list[float] = []
+    strided: list[tuple[Tensor, Tensor]] = []
+    for item in items:
+        param = item.param.detach()
+        weight = param.contiguous()
+        if weight is not param:
+            strided.append((param, weight))
+        weights.append(weight)
+        grads.append(item.grad.detach().contiguous())
+        lengths = []
+        for slot in item.state[:3]:
+            if slot is not None:
+                state.extend(t for t in slot if t is not None)
+            lengths.append(0 if slot is None else slot.value.shape[-2])
+        ints.extend((*item.state.raw.value.shape, *lengths[1:], item.curve.has_n))
+        numbers.extend((float(item.curve.beta), item.step, item.slope, *item.rates.tolist()))
+    curve = items[0].curve
+    learned = sum(1 << k for k, kind in enumerate(_rule.KINDS) if kind in curve.learned)
+    torch.ops.seloptim.step_(
+        weights,
+        grads,
+        state,
+        ints,
+        numbers,
+        torch.as_tensor(hyper.lr, dtype=torch.float64),
+        hyper.beta1,
+        hyper.beta2,
+        hyper.eps,
+        hyper.weight_decay,
+        hyper.decoupled,
+        hyper.amsgrad,
+        hyper.maximize,
+        curve.combine == "congruent",
+        learned,
+        grad_scale,
+    )
+    for param, weight in strided:
+        param.copy_(weight)
 
 
 def _run_single(items: Sequence[Item], hyper: Hyper) -> None:

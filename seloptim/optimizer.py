@@ -32,7 +32,10 @@ class SELAdam(SELOptimizer):
             the paper's choice.
         lr, betas, eps, weight_decay, amsgrad, foreach, maximize, decoupled_weight_decay: as for torch.optim.Adam. With decay
             decoupled, raw is scaled by 1 - lr * weight_decay. foreach=True runs parameters of equal shape as one stack.
-        capturable, differentiable, fused: refused where a parameter is curved.
+        fused: True uses the native CPU kernel, compiled at its first use (a C++ compiler is needed); None (default) uses it where
+            it is already built (python -m seloptim build), else the eager path; False never. foreach=True or False with
+            fused=None is the eager path.
+        capturable, differentiable: refused where a parameter is curved.
         curved: "matrices" (default: real parameters with ndim >= 2), "all", "none", or a callable (name, p) -> bool; in a
             group also True or False.
         combine: "mismatched" (default, the paper's) or "congruent", whose linear path follows raw's sign.
@@ -130,11 +133,41 @@ class SELAdam(SELOptimizer):
         }
         super().__init__(params, {**adam_defaults, **sel_defaults})
 
+    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
+        super()._refuse(group, candidates)
+        if group["fused"] and candidates:
+            for p, name in candidates:
+                self._refuse_fused(group, p, name)
+            _execute.native_is_ready(compile=True)
+
+    @staticmethod
+    def _refuse_fused(group: dict[str, Any], p: Tensor, name: str) -> None:
+        reason = _execute.native_refusal(p, group["residual_rank"] > 0)
+        if reason:
+            raise ValueError(
+                f"fused=True has no kernel for parameter {name}: {reason}; leave fused=None, which takes the eager path where it must"
+            )
+
+    def _settle(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
+        if group["fused"]:
+            self._refuse_fused(group, p, name)
+        super()._settle(group, i, p, name)
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether GradScaler leaves the unscaling and the skipping of a step to us: where every kernel is a fused one."""
+        return all(group["fused"] for group in self.param_groups)
+
     def _step_curved(self, group: dict[str, Any], params: list[Tensor]) -> None:
         items = self._items(group, params)
-        batched = group["foreach"] if group["foreach"] is not None else params[0].device.type != "cpu"
-        with torch.autocast(params[0].device.type, enabled=False):
-            _execute.run(items, _hyper(group), batched=batched)
+        device = params[0].device.type
+        batched = group["foreach"] if group["foreach"] is not None else device != "cpu"
+        native = bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
+        native = native and device == "cpu" and _execute.native_is_ready(compile=bool(group["fused"]))
+        with torch.autocast(device, enabled=False):
+            _execute.run(
+                items, _hyper(group), batched=batched, native=native, grad_scale=getattr(self, "grad_scale", None)
+            )
         for p, item in zip(params, items, strict=True):
             self.state[p]["step"] += 1
             self._remember(p, item.curve.has_n)

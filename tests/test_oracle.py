@@ -15,6 +15,17 @@ from tests.cases import CASES, Case, losses, make_model, mixed
 from tests.oracle import Oracle
 
 STEPS = 25
+PATHS: dict[str, dict[str, Any]] = {
+    "single": {"foreach": False},
+    "batched": {"foreach": True},
+    "native": {"fused": True},
+}
+RUNS = [
+    pytest.param(case, path, id=f"{case.name}-{path}")
+    for case in CASES
+    for path in PATHS
+    if path != "native" or not case.options.get("residual_rank")  # refused
+]
 
 
 def rate(t: int) -> float:
@@ -25,8 +36,8 @@ class Ran:
     """Counts what the executor ran, so that a silent fallback fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.single, self.stacked = 0, 0
-        run_single, run_stack = _execute._run_single, _execute._run_stack
+        self.single = self.stacked = self.native = 0
+        run_single, run_stack, run_native = _execute._run_single, _execute._run_stack, _execute._run_native
 
         def spy_single(items: Sequence[Any], *args: Any) -> None:
             self.single += len(items)
@@ -36,21 +47,24 @@ class Ran:
             self.stacked += len(items) > 1
             run_stack(items, *args)
 
+        def spy_native(items: Sequence[Any], *args: Any) -> None:
+            self.native += len(items)
+            run_native(items, *args)
+
+        monkeypatch.setattr(_execute, "_run_native", spy_native)
         monkeypatch.setattr(_execute, "_run_single", spy_single)
         monkeypatch.setattr(_execute, "_run_stack", spy_stack)
 
-    def check(self, foreach: bool) -> None:
-        if foreach:
-            assert self.stacked > 0 and self.single == 0
-        else:
-            assert self.single > 0 and self.stacked == 0
+    def check(self, path: str) -> None:
+        ran = {"single": self.single, "batched": self.stacked, "native": self.native}
+        assert {name for name, count in ran.items() if count} == {path}
 
 
-def pair(case: Case, foreach: bool) -> tuple[nn.Module, SELAdam, Oracle]:
+def pair(case: Case, path: str) -> tuple[nn.Module, SELAdam, Oracle]:
     """A model under SELAdam, and the oracle started from the same weights."""
     model = make_model(case.model)
     start = [p.detach().clone() for p in model.parameters()]
-    optimizer = SELAdam(model.parameters(), lr=rate(0), foreach=foreach, **case.options)
+    optimizer = SELAdam(model.parameters(), lr=rate(0), **PATHS[path], **case.options)
     options = dict(case.options)
     if options.get("residual_rank"):
         curved = {p for _, p in optimizer.named_curved()}
@@ -84,11 +98,10 @@ def compare_state(model: nn.Module, optimizer: SELAdam, oracle: Oracle) -> None:
                 torch.testing.assert_close(ours.expand_as(theirs), theirs, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["single", "batched"])
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-def test_trains_as_the_oracle(case: Case, foreach: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("case", "path"), RUNS)
+def test_trains_as_the_oracle(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = Ran(monkeypatch)
-    model, optimizer, oracle = pair(case, foreach)
+    model, optimizer, oracle = pair(case, path)
     twin = make_model(case.model)
     start = oracle.weights()
     for p, w in zip(model.parameters(), start, strict=True):
@@ -108,26 +121,26 @@ def test_trains_as_the_oracle(case: Case, foreach: bool, monkeypatch: pytest.Mon
     for p, w, s in zip(model.parameters(), oracle.weights(), start, strict=True):
         close(p.detach(), w, s)
     compare_state(model, optimizer, oracle)
-    ran.check(foreach)
+    ran.check(path)
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["single", "batched"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("combine", ["mismatched", "congruent"])
-def test_a_layer_at_zero_moves_whole(combine: str, foreach: bool) -> None:
+def test_a_layer_at_zero_moves_whole(combine: str, path: str) -> None:
     model = make_model("zero")
-    optimizer = SELAdam(model.parameters(), foreach=foreach, curved="all", combine=combine)
+    optimizer = SELAdam(model.parameters(), **PATHS[path], curved="all", combine=combine)
     next(losses(model)).backward()
     optimizer.step()
     head = model.get_submodule("head")
     assert all((p != 0).all() for p in head.parameters())
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["single", "batched"])
-def test_each_parameter_counts_its_own_steps(foreach: bool) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_each_parameter_counts_its_own_steps(path: str) -> None:
     start = [mixed(4, 5, seed=s, size=0.1) for s in range(3)]
     params = [nn.Parameter(w.clone()) for w in start]
     options: dict[str, Any] = {"anneal_steps": 10, "lr": 1e-3}
-    optimizer, oracle = SELAdam(params, foreach=foreach, **options), Oracle(start, **options)
+    optimizer, oracle = SELAdam(params, **PATHS[path], **options), Oracle(start, **options)
     for t in range(STEPS):
         grads = [mixed(4, 5, seed=100 + 3 * t + i) if (t + i) % 3 else None for i in range(3)]
         for p, g in zip(params, grads, strict=True):
@@ -138,13 +151,12 @@ def test_each_parameter_counts_its_own_steps(foreach: bool) -> None:
         close(p.detach(), w, s)
 
 
-@pytest.mark.parametrize("foreach", [False, True], ids=["single", "batched"])
+@pytest.mark.parametrize(("path", "residual_rank"), [*((path, 0) for path in PATHS), ("single", 2), ("batched", 2)])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("residual_rank", [0, 2])
-def test_a_bad_gradient_element_reaches_only_its_own_weight(bad: float, foreach: bool, residual_rank: int) -> None:
+def test_a_bad_gradient_element_reaches_only_its_own_weight(bad: float, path: str, residual_rank: int) -> None:
     start = [mixed(4, 5, seed=s, size=0.1) for s in range(2)]
     params = [nn.Parameter(w.clone()) for w in start]
-    optimizer = SELAdam(params, foreach=foreach, residual_rank=residual_rank)
+    optimizer = SELAdam(params, **PATHS[path], residual_rank=residual_rank)
     residuals = None
     if residual_rank:
         for p in params:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -495,3 +497,25 @@ def test_a_missing_torchopt_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchopt", None)
     with pytest.raises(ImportError, match=r'pip install "seloptim\[torchopt\]"'):
         sel_adam()
+
+
+# ---------------------------------------------------------------------------------------------------------------- example
+
+
+def test_the_example_learns_to_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    path = Path(__file__).parents[1] / "examples" / "meta_learning.py"
+    spec = importlib.util.spec_from_file_location("meta_learning", path)
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    threads = torch.get_num_threads()
+    try:
+        picture = tmp_path / "meta.png"
+        before, after = example.main(["--steps", "25", "--tasks", "2", "--test-tasks", "10", "--plot", str(picture)])
+    finally:
+        torch.set_num_threads(threads)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert after[0, -1] < 0.9 * before[0, -1]
+    assert "rates of the scales: e " in capsys.readouterr().out

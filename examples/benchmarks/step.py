@@ -1,0 +1,159 @@
+"""Time of one optimizer step on a CPU: every path of SELAdam against torch.optim.Adam, fused and foreach.
+
+    python examples/benchmarks/step.py --output examples/benchmarks/results/step.json
+    python examples/benchmarks/step.py --table examples/benchmarks/results/step.json     # the table of docs/performance.md
+
+Everything compared steps in turn in one process; a ratio is the median over rounds of the ratio within a round. On one thread the clock
+is the thread's CPU time, so that waiting for a core does not count; what shares the core's caches and arithmetic still does.
+On more threads it is the wall clock. "memory" is the growth of the peak of resident memory during one step (Linux).
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from seloptim import SELAdam, kernels
+
+GPT2 = [
+    (50257, 768),
+    (1024, 768),
+    *[shape for _ in range(12) for shape in ((2304, 768), (768, 768), (3072, 768), (768, 3072))],
+]
+# name, shapes, whether the eager paths run too
+SIZES: list[tuple[str, list[tuple[int, int]], bool]] = [
+    ("8 of 1024 x 1024", [(1024, 1024)] * 8, True),
+    ("8 of 512 x 2048", [(512, 2048)] * 8, True),
+    ("64 of 256 x 256", [(256, 256)] * 64, True),
+    ("2 of 4096 x 4096", [(4096, 4096)] * 2, False),
+    ("GPT-2 124M", GPT2, False),
+]
+STEPS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
+    "Adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "native": lambda p: SELAdam(p, curved="all", fused=True),
+    "native, frozen": lambda p: SELAdam(p, curved="all", fused=True, structure="none"),
+    "eager": lambda p: SELAdam(p, curved="all", foreach=False),
+    "eager, frozen": lambda p: SELAdam(p, curved="all", foreach=False, structure="none"),
+}
+
+
+def optimizer_of(name: str, shapes: list[tuple[int, int]]) -> torch.optim.Optimizer:
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for shape in shapes:
+        p = torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02)
+        p.grad = torch.randn(shape, generator=generator) * 0.01
+        params.append(p)
+    return STEPS[name](params)
+
+
+def peak_growth_kib(step: Callable[[], Any]) -> int | None:
+    clear = Path("/proc/self/clear_refs")
+    if not clear.exists():
+        return None
+
+    def status(key: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return next(int(line.split()[1]) for line in lines if line.startswith(key))
+
+    clear.write_text("5")
+    before = status("VmRSS")
+    step()
+    return status("VmHWM") - before
+
+
+def measure(size: tuple[str, list[tuple[int, int]], bool], threads: int, rounds: int) -> dict[str, Any]:
+    label, shapes, eager = size
+    torch.set_num_threads(threads)
+    clock = time.thread_time if threads == 1 else time.perf_counter
+    names = [name for name in STEPS if eager or not name.startswith("eager")]
+    steps = {name: optimizer_of(name, shapes).step for name in names}
+    for step in steps.values():
+        step()
+        step()
+    memory = {name: peak_growth_kib(step) for name, step in steps.items()}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for k in range(rounds):
+        for name, step in steps.items():
+            if name.startswith("eager") and k % 4:
+                continue
+            start = clock()
+            step()
+            times[name].append(clock() - start)
+    base = times["Adam fused"]
+
+    def ratio(name: str) -> float:
+        every = 4 if name.startswith("eager") else 1
+        return round(statistics.median(a / b for a, b in zip(times[name], base[::every], strict=True)), 2)
+
+    return {
+        "size": label,
+        "threads": threads,
+        "clock": "thread" if threads == 1 else "wall",
+        "rounds": rounds,
+        "ms": {name: round(1e3 * statistics.median(t), 2) for name, t in times.items()},
+        "of Adam fused": {name: ratio(name) for name in names},
+        "memory KiB": memory,
+    }
+
+
+def machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(names),
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def table(report: dict[str, Any]) -> str:
+    names = list(STEPS)
+    lines = [
+        "| size | threads | Adam fused ms | " + " | ".join(names[1:]) + " | native KiB |",
+        "|---|" + "---:|" * (len(names) + 2),
+    ]
+    for case in report["cases"]:
+        ratios = [str(case["of Adam fused"].get(name, "")) for name in names[1:]]
+        cells = [case["size"], case["threads"], case["ms"]["Adam fused"], *ratios, case["memory KiB"]["native"]]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=41)
+    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--only", type=int, nargs="*", help="indices of the sizes to run")
+    parser.add_argument("--output", type=Path, help="write JSON here, after every case")
+    parser.add_argument("--table", type=Path, metavar="JSON", help="print the table of an earlier run, and stop")
+    args = parser.parse_args()
+    if args.table:
+        print(table(json.loads(args.table.read_text())))
+        return
+    kernels.build()
+    report: dict[str, Any] = {"machine": machine(), "command": sys.argv[1:], "cases": []}
+    print(json.dumps(report["machine"]))
+    for size in [SIZES[i] for i in args.only] if args.only is not None else SIZES:
+        for threads in args.threads:
+            report["cases"].append(measure(size, threads, args.rounds))
+            print(json.dumps(report["cases"][-1]), flush=True)
+            if args.output:
+                args.output.parent.mkdir(parents=True, exist_ok=True)
+                args.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()
