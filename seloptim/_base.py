@@ -3,7 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,13 @@ from .init import shrink
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
 
 EXECUTION = {"foreach", "capturable", "differentiable", "fused"}
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _not_traced(method: _Method) -> _Method:
+    """torch.compiler.disable, whose own type loses the method's."""
+    return cast(_Method, torch.compiler.disable(method))
 
 
 class SELOptimizer(Shadow, torch.optim.Optimizer):
@@ -166,7 +173,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             group["curved"], group["beta"] = curved, betas
 
     # Versions, storages and the native kernel are no graph: traced, edits are seen where there are none. A compiled caller calls it.
-    @torch.compiler.disable
+    @_not_traced
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimization step.
