@@ -148,8 +148,7 @@ def _run_single(items: Sequence[Item], hyper: Hyper) -> None:
         weight = param.reshape(shape)  # a view where the layout allows one
         lr = hyper.lr / item.slope
         _step(weight, item.grad.detach().reshape(shape), item.state, item.curve, hyper, item.step, lr, item.rates)
-        if weight.data_ptr() != param.data_ptr() and param.numel():
-            param.copy_(weight.reshape(param.shape))
+        _write_back(param, weight)
 
 
 def _run_batched(items: Sequence[Item], hyper: Hyper) -> None:
@@ -184,15 +183,13 @@ def _run_stack(items: Sequence[Item], hyper: Hyper) -> None:
     curve = first.curve._replace(beta=along_batch([float(item.curve.beta) for item in items]))
     slopes = [item.slope for item in items]
     lr = hyper.lr / (slopes[0] if len(set(slopes)) == 1 else along_batch(slopes))
+    _step(weight, grad, state, curve, hyper, first.step, 0.0 if _rule.is_zero(hyper.lr) else lr, first.rates)
     if not _rule.is_zero(hyper.lr):
-        _step(weight, grad, state, curve, hyper, first.step, lr, first.rates)
         params = [item.param.detach() for item in items]
         parts = weight.split(batch)
         torch._foreach_copy_(  # pyright: ignore[reportPrivateImportUsage]
             params, [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
         )
-    else:
-        _step(weight, grad, state, curve, hyper, first.step, 0.0, first.rates)
     for i, stacked in enumerate(state):
         for j, tensor in enumerate(stacked or ()):
             if tensor is not None:
@@ -273,6 +270,11 @@ def push(item: Item, hyper: Hyper, pulled: Blocks) -> None:
     param = item.param.detach()
     weight = param.reshape(item.state.raw.value.shape)
     _finish(weight, item.state, item.curve, hyper, item.step, item.rates, pulled)
+    _write_back(param, weight)
+
+
+def _write_back(param: Tensor, weight: Tensor) -> None:
+    """The weight as a batch of matrices is the parameter itself, unless its layout made it a copy."""
     if weight.data_ptr() != param.data_ptr() and param.numel():
         param.copy_(weight.reshape(param.shape))
 

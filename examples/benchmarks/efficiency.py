@@ -30,11 +30,12 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train_gpt
 
-from seloptim import SELAdam, param_groups
+from seloptim import Curved, SELAdam, param_groups
 
 RESULTS = Path(__file__).parent / "results" / "efficiency.jsonl"
 STEP = math.sqrt(2)  # between neighbours of a grid of learning rates
 EVALUATIONS = 20
+REST_LR, SCALE_STEP = 3e-3, 1e-2  # of the suite "bases"
 
 
 class Task(NamedTuple):
@@ -200,6 +201,16 @@ def make_optimizers(family: Family, model: nn.Module, lr: float, steps: int) -> 
         curved = {name: sel.state[p]["mean_slope"] for name, p in sel.named_curved()}
         groups = [{"params": [p], "lr": lr * curved.get(name, 1.0)} for name, p in model.named_parameters()]
         return [torch.optim.AdamW(groups, lr=lr, weight_decay=0.0)]
+    if family.optimizer == "base":
+        # Only the matrices differ: the rest gets Adam at one fixed rate. The scales take steps of one size under every base.
+        make, options = getattr(torch.optim, settings["class"]), settings["options"]
+        matrices, rest = _curved_and_plain(model)
+        if settings["curved"]:
+            scale_lr = {"e": SCALE_STEP / lr, "l": SCALE_STEP / lr, "m": SCALE_STEP / lr / 20}
+            first = Curved(make, matrices, lr=lr, scale_lr=scale_lr, init="mismatched", **options)
+        else:
+            first = make(matrices, lr=lr, **options)
+        return [first, torch.optim.Adam(rest, lr=REST_LR)]
     if settings.get("anneal_steps") == "run":
         settings["anneal_steps"] = steps
     return [SELAdam(param_groups(model), lr=lr, **settings)]
@@ -244,7 +255,8 @@ def run(task: Task, family: Family, lr: float, seed: int) -> dict[str, Any]:
             for optimizer in optimizers if not scheduled else ():
                 optimizer.eval()  # type: ignore[attr-defined]
             with torch.no_grad():
-                curve.append([step + 1, round(problem.validate(model), 6)])
+                loss_now = problem.validate(model)
+            curve.append([step + 1, round(loss_now, 6) if math.isfinite(loss_now) else math.inf])
             for optimizer in optimizers if not scheduled else ():
                 optimizer.train()  # type: ignore[attr-defined]
     return {
@@ -360,6 +372,18 @@ SLOPE = Family("AdamW x SELAdam's mean slope", "slope", {}, (7e-4, 1e-3, 1.41e-3
 MUON = Family("Muon", "muon", {}, (2e-3, 4e-3, 5.66e-3))
 SCHEDULE_FREE = Family("schedule-free AdamW", "schedulefree", {}, (2e-3, 4e-3, 8e-3))
 
+
+def base_pair(name: str, options: dict[str, Any], plain: float, curved: float) -> tuple[Family, Family]:
+    """An optimizer of torch.optim plain and under Curved, each at five rates a factor of two apart around a middle one."""
+
+    def family(is_curved: bool, middle: float) -> Family:
+        settings = {"class": name, "options": options, "curved": is_curved}
+        rates = tuple(middle * 2.0**place for place in range(-2, 3))
+        return Family(f"{name}, {'curved' if is_curved else 'plain'}", "base", settings, rates)
+
+    return family(False, plain), family(True, curved)
+
+
 GPT_128 = Task("gpt", 128, 3, 800)
 SUITES = {
     "quick": Suite(
@@ -368,6 +392,17 @@ SUITES = {
         (0, 1, 2),
     ),
     "gpt": Suite((GPT_128,), (ADAM, SEL, SEL_PAPER, SLOPE, MUON, SCHEDULE_FREE), (0, 1, 2)),
+    "bases": Suite(
+        (Task("gpt", 64, 2, 400),),
+        (
+            *base_pair("SGD", {"momentum": 0.9}, 0.3, 0.1),
+            *base_pair("RMSprop", {}, 1e-3, 1e-3),
+            *base_pair("Adam", {}, 3e-3, 3e-3),
+            *base_pair("NAdam", {}, 3e-3, 3e-3),
+            *base_pair("Muon", {"weight_decay": 0.0}, 2e-2, 2e-2),
+        ),
+        (0, 1, 2),
+    ),
     "digits": Suite(
         (Task("mlp", 128, 2, 400), Task("conv", 16, 2, 400), Task("finetune", 128, 2, 200)),
         (ADAM, SEL, SEL_PAPER, SLOPE),

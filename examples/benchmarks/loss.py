@@ -12,7 +12,6 @@ Peak memory is the allocator's, above the inputs, gradients included, from one c
 import argparse
 import itertools
 import json
-import platform
 import statistics
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from runner import run_cases
 
 from seloptim.losses import linear_cross_entropy
 
@@ -150,22 +150,6 @@ def measure(case: tuple[int, int, int, int, float], rounds: int, device: str, dt
     }  # fmt: skip
 
 
-def machine(device: str) -> dict[str, str]:
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        name = next(
-            (line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), name
-        )
-    return {
-        "cpu": name,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def table(report: dict[str, Any]) -> str:
     lines = [
         "| N | D | V | threads | ignored | plain ms | fused ms | fused / plain | torch best (rows) | fused / torch best "
@@ -199,15 +183,13 @@ def main() -> None:
         cases, dtype = [(8192, 4096, 128256, 1, 0.0)], torch.bfloat16
     if args.only is not None:
         cases = [cases[i] for i in args.only]
-    report: dict[str, Any] = {"machine": machine(args.device), "command": sys.argv[1:], "cases": []}
-    print(json.dumps(report["machine"]))
-    for case in cases:
-        report["cases"].append(measure(case, args.rounds, args.device, dtype))
-        print(json.dumps(report["cases"][-1]), flush=True)
-        if args.output:
-            args.output.parent.mkdir(parents=True, exist_ok=True)
-            args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
+    run_cases(
+        cases,
+        lambda case: measure(case, args.rounds, args.device, dtype),
+        table,
+        device=args.device,
+        output=args.output,
+    )
 
 
 if __name__ == "__main__":

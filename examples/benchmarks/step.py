@@ -10,15 +10,14 @@ On more threads it is the wall clock. "memory" is the growth of the peak of resi
 
 import argparse
 import json
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from runner import run_cases
 
 from seloptim import SELAdam, kernels
 
@@ -105,19 +104,6 @@ def measure(size: tuple[str, list[tuple[int, int]], bool], threads: int, rounds:
     }
 
 
-def machine() -> dict[str, Any]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return {
-        "cpu": names[0] if names else platform.machine(),
-        "cores": len(names),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
-
-
 def table(report: dict[str, Any]) -> str:
     names = list(STEPS)
     lines = [
@@ -143,16 +129,9 @@ def main() -> None:
         print(table(json.loads(args.table.read_text())))
         return
     kernels.build()
-    report: dict[str, Any] = {"machine": machine(), "command": sys.argv[1:], "cases": []}
-    print(json.dumps(report["machine"]))
-    for size in [SIZES[i] for i in args.only] if args.only is not None else SIZES:
-        for threads in args.threads:
-            report["cases"].append(measure(size, threads, args.rounds))
-            print(json.dumps(report["cases"][-1]), flush=True)
-            if args.output:
-                args.output.parent.mkdir(parents=True, exist_ok=True)
-                args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(table(report))
+    sizes = [SIZES[i] for i in args.only] if args.only is not None else SIZES
+    cases = [(size, threads) for size in sizes for threads in args.threads]
+    run_cases(cases, lambda case: measure(*case, args.rounds), table, output=args.output)
 
 
 if __name__ == "__main__":
