@@ -1,6 +1,7 @@
 """Draw the figures of the documentation: python docs/figures.py [FOLDER], by default beside itself (needs matplotlib)."""
 
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -107,8 +108,36 @@ def initialisation():
     save(figure, "mismatched.png")
 
 
+def seams():
+    """What a change of optimizer does to the loss: examples/benchmarks/seams.py wrote the numbers."""
+    measured = json.loads((HERE.parent / "examples" / "benchmarks" / "results" / "seams.json").read_text())
+    steps, losses = measured["steps"], {arm: torch.tensor(values) for arm, values in measured["losses"].items()}
+
+    def smooth(values):
+        return values.unfold(0, 20, 1).mean(1)
+
+    figure, (left, right) = panels(2, 4.0)
+    x = torch.arange(20, 3 * steps + 1)
+    for arm, color, style in (("zeroed", ORANGE, "-"), ("converted", BLUE, "-")):
+        left.plot(x, smooth(losses[arm]), style, color=color, label=f"moments {arm}", linewidth=0.9)
+        right.plot(x, smooth(losses[arm] - losses["adam"]), style, color=color, label=f"moments {arm}", linewidth=0.9)
+    left.plot(x, smooth(losses["adam"]), ":", color=GREY, label="Adam throughout")
+    right.axhline(0, linestyle=":", color=GREY, label="Adam throughout")
+    noise = max(row["noise"] for row in measured["table"])
+    right.axhspan(-noise, noise, color="#eeeeee", label="noise of such a mean")
+    left.set(xlabel="step", title="Training loss, mean of 20 steps", ylim=(None, float(smooth(losses["adam"])[80])))
+    right.set(xlabel="step", title="Excess over Adam throughout")
+    for axis in (left, right):
+        for seam in (steps, 2 * steps):
+            axis.axvline(seam, color=GREY, linewidth=0.7)
+    left.legend(frameon=False, fontsize=8)
+    right.legend(frameon=False, fontsize=8, loc="lower left")
+    save(figure, "seams.png")
+
+
 if __name__ == "__main__":
     plt.rcParams.update({"font.size": 9, "lines.linewidth": 1.6})
     curve()
     choices()
     initialisation()
+    seams()

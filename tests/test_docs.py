@@ -146,10 +146,27 @@ def test_figures_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(sys, "path", [*sys.path])
     runpy.run_path(str(DOCS / "figures.py"), run_name="__main__")
     drawn = {path.name for path in tmp_path.glob("*.png")}
-    shown = {Path(target).name for target in links(DOCS / "math.md") if target.endswith(".png")}
-    assert drawn == shown
+    shown = {Path(target).name for page in PAGES for target in links(page) if target.endswith(".png")}
+    assert drawn <= shown
     for name in drawn:
         assert png_size(tmp_path / name) == png_size(DOCS / name), f"run docs/figures.py: {name} is another picture"
+
+
+REPORTS = [
+    (page, suite)
+    for page in PAGES
+    for suite in re.findall(r"^<!-- efficiency: (\w+) -->$", page.read_text(), re.M)
+]
+
+
+@pytest.mark.parametrize(("page", "suite"), REPORTS, ids=[f"{page.stem}-{suite}" for page, suite in REPORTS])
+def test_tables_are_those_of_the_results(page: Path, suite: str) -> None:
+    """What a page says was measured is what the committed results say."""
+    command = [sys.executable, str(ROOT / "examples" / "benchmarks" / "efficiency.py"), "--suite", suite, "--report"]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    text = page.read_text().split(f"<!-- efficiency: {suite} -->")[1].split("<!-- end -->")[0]
+    shown = [line for line in text.splitlines() if line.startswith("|")]
+    assert shown == [line for line in report.splitlines() if line.startswith("|")], f"{command[1:]} says\n{report}"
 
 
 # ------------------------------------------------------------------------------------------------------ links

@@ -227,7 +227,10 @@ def key(task: Task, family: Family, lr: float, seed: int) -> str:
     return json.dumps([*task, family.optimizer, family.settings, float(f"{lr:.6g}"), seed], sort_keys=True)
 
 
-def run(task: Task, family: Family, lr: float, seed: int) -> dict[str, Any]:
+def run(
+    task: Task, family: Family, lr: float, seed: int, watch: Callable[[nn.Module, int], None] = lambda model, step: None
+) -> dict[str, Any]:
+    """Train once; `watch` sees the model at the start and at every quarter of the way."""
     problem = TASKS[task.kind](task, seed)
     model, generator = problem.model, torch.Generator().manual_seed(seed + 1)
     optimizers = make_optimizers(family, model, lr, task.steps)
@@ -235,6 +238,7 @@ def run(task: Task, family: Family, lr: float, seed: int) -> dict[str, Any]:
     peaks = [group["lr"] for group in groups]
     scheduled = family.optimizer != "schedulefree"
     wall, cpu, curve = time.perf_counter(), time.process_time(), []
+    watch(model, 0)
     for step in range(task.steps):
         if scheduled:
             for group, peak in zip(groups, peaks, strict=True):
@@ -245,6 +249,8 @@ def run(task: Task, family: Family, lr: float, seed: int) -> dict[str, Any]:
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
+        if (step + 1) % (task.steps // 4) == 0:
+            watch(model, step + 1)
         if not math.isfinite(loss.item()):
             curve.append([step + 1, math.inf])
             break

@@ -1,5 +1,6 @@
 """Does the loss jump where a run changes its optimizer? Adam, SELAdam, Adam again, with the moments converted or zeroed.
 
+    python examples/benchmarks/seams.py --json examples/benchmarks/results/seams.json      # what the docs show
     python examples/benchmarks/seams.py                 # 500 steps each on a small byte-level GPT: minutes on two cores
     python examples/benchmarks/seams.py --steps 100     # a look
 
@@ -91,7 +92,10 @@ def main():
     for arm, values in losses.items():
         print(f"{arm:10} loss over the last 50 steps {statistics.fmean(values[-50:]):.4f}")
     if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "table": table, "losses": losses}))
+        rounded = {arm: [round(value, 4) for value in values] for arm, values in losses.items()}
+        args.json.write_text(
+            json.dumps({"torch": torch.__version__, "steps": args.steps, "table": table, "losses": rounded}) + "\n"
+        )
 
 
 if __name__ == "__main__":
