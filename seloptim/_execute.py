@@ -8,12 +8,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _rule
+from . import _rule, _shards
 from ._rule import Curve, Hyper, Pulled, Slot, Views
 
 logger = logging.getLogger("seloptim")
@@ -33,6 +33,7 @@ class Item(NamedTuple):
     step: float  # counts this step
     slope: float  # what lr is divided by for raw
     rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen
+    sums: _shards.Sums | None = None  # of a DTensor, of which all the above is this rank's part
 
 
 Blocks = list[tuple[tuple[slice, slice], Pulled]]  # what was pulled from each block of a parameter
@@ -46,6 +47,8 @@ def run(
     native: by the native kernel, for the items that it has one for. Only there gradients may be those of the loss times
     `grad_scale`.
     """
+    sharded = [item for item in items if item.sums is not None]
+    items = [item for item in items if item.sums is None]
     if native:
         suited: dict[torch.dtype, list[Item]] = defaultdict(list)
         rest: list[Item] = []
@@ -61,12 +64,15 @@ def run(
         _run_batched(items, hyper)
     else:
         _run_single(items, hyper)
+    _run_sharded(sharded, hyper)
 
 
 def native_refusal(param: Tensor, has_residual: bool) -> str | None:
     """Why there is no native kernel for a parameter, or None."""
     if has_residual:
         return "it has a residual (residual_rank > 0)"
+    if _shards.is_sharded(param):
+        return "it is a DTensor, whose ranks must add up their factors' gradients in the middle of a step"
     if type(param.data) is not Tensor:
         return f"it is a {type(param.data).__name__}"
     if param.device.type not in ("cpu", "meta"):
@@ -151,6 +157,27 @@ def _run_single(items: Sequence[Item], hyper: Hyper) -> None:
         _write_back(param, weight)
 
 
+def _run_sharded(items: Sequence[Item], hyper: Hyper) -> None:
+    """In two halves: what all items need of the other ranks goes in one collective between them.
+
+    One by one: stacks of equal parts would be other stacks on other ranks.
+    """
+    halves: list[tuple[Item, Tensor, Blocks, dict[str, Tensor]]] = []
+    parts: list[tuple[Tensor, Any, tuple[int, ...]]] = []
+    for item in items:
+        weight = item.param.detach().reshape(item.state.raw.value.shape)
+        grad = item.grad.detach().reshape(weight.shape)
+        pulled = _begin(weight, grad, item.state, item.curve, hyper, item.step, hyper.lr / item.slope)
+        totals = _gather(item.state, item.curve, pulled)
+        halves.append((item, weight, pulled, totals))
+        assert item.sums is not None
+        parts += [(total, item.sums.mesh, getattr(item.sums, name)) for name, total in totals.items()]
+    _shards.add_up(parts)
+    for item, weight, pulled, totals in halves:
+        _finish(weight, item.state, item.curve, hyper, item.step, item.rates, pulled, totals)
+        _write_back(item.param.detach(), weight)
+
+
 def _run_batched(items: Sequence[Item], hyper: Hyper) -> None:
     alike: dict[tuple, list[Item]] = defaultdict(list)
     for item in items:
@@ -213,6 +240,14 @@ def _step(
     rates: Tensor,
 ) -> None:
     """The four stages over one batch of matrices (batch, rows, cols), block by block."""
+    pulled = _begin(weight, grad, state, curve, hyper, step, lr)
+    _finish(weight, state, curve, hyper, step, rates, pulled, _gather(state, curve, pulled))
+
+
+def _begin(
+    weight: Tensor, grad: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, lr: float | Tensor
+) -> Blocks:
+    """The stages up to the move of raw."""
     decay = hyper.weight_decay if hyper.decoupled else 0.0
     pulled: Blocks = []
     for block in _blocks(state.raw.value):
@@ -220,21 +255,23 @@ def _step(
         found = _rule.pull(_gradient(grad[block], weight[block], part.raw.value.dtype, hyper), part, part_curve)
         _rule.update(part.raw, found.raw, hyper, step, _cut_rate(lr, block), decay)
         pulled.append((block, found._replace(raw=weight)))  # raw's gradient is spent: let its memory go
-    _finish(weight, state, curve, hyper, step, rates, pulled)
+    return pulled
 
 
 def _finish(
-    weight: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, rates: Tensor, pulled: Blocks
+    weight: Tensor,
+    state: Views,
+    curve: Curve,
+    hyper: Hyper,
+    step: float,
+    rates: Tensor,
+    pulled: Blocks,
+    totals: dict[str, Tensor],
 ) -> None:
-    """What follows when raw has moved: the factors, and the weight."""
-    for name in _rule.VALUES[1:]:
-        slot: Slot | None = getattr(state, name)
-        if slot is None:
-            continue
+    """What follows when raw has moved: the factors by their whole gradients, and the weight."""
+    for name, total in totals.items():
+        slot: Slot = getattr(state, name)
         scale = name.startswith("scale")
-        if scale and not curve.learned:
-            continue
-        total = _gather(slot.value, [(block, getattr(found, name)) for block, found in pulled], name)
         own_lr = hyper.lr * rates if scale and not _rule.is_zero(hyper.lr) else hyper.lr
         _rule.update(slot, total, hyper, step, own_lr)
     if _rule.is_zero(hyper.lr):
@@ -269,7 +306,8 @@ def push(item: Item, hyper: Hyper, pulled: Blocks) -> None:
     """The other stages, when raw has moved: the factors by Adam, and the parameter onto the map."""
     param = item.param.detach()
     weight = param.reshape(item.state.raw.value.shape)
-    _finish(weight, item.state, item.curve, hyper, item.step, item.rates, pulled)
+    totals = _gather(item.state, item.curve, pulled)
+    _finish(weight, item.state, item.curve, hyper, item.step, item.rates, pulled, totals)
     _write_back(param, weight)
 
 
@@ -329,7 +367,17 @@ def _cut_rate(rate: float | Tensor, block: tuple[slice, slice]) -> float | Tenso
     return rate[block[0]] if isinstance(rate, Tensor) and rate.dim() == 3 else rate
 
 
-def _gather(like: Tensor, parts: list[tuple[tuple[slice, slice], Tensor]], name: str) -> Tensor:
+def _gather(state: Views, curve: Curve, pulled: Blocks) -> dict[str, Tensor]:
+    """The gradients of what trains beside raw, each from those of the blocks."""
+    totals: dict[str, Tensor] = {}
+    for name in _rule.VALUES[1:]:
+        slot: Slot | None = getattr(state, name)
+        if slot is not None and (curve.learned or not name.startswith("scale")):
+            totals[name] = _over_blocks(slot.value, [(block, getattr(found, name)) for block, found in pulled], name)
+    return totals
+
+
+def _over_blocks(like: Tensor, parts: list[tuple[tuple[slice, slice], Tensor]], name: str) -> Tensor:
     """The whole gradient of a factor from those of the blocks, added in their order, so that runs repeat bit for bit."""
     if len(parts) == 1:
         return parts[0][1]
