@@ -225,13 +225,13 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
         # Everything that can fail comes before the first write.
         with_grad = [member for member in self._members() if member[2].grad is not None]
-        self._refuse_flat_groups()
         for _, _, p, name in with_grad:
             _refuse_flattened(p, name)
             if p.grad is not None and p.grad.is_sparse:
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients (parameter {name}), please consider SparseAdam instead"
                 )
+        self._refuse_flat_groups()
         self._agree_on_edits((group, p) for group, _, p, _ in with_grad)
         for group, i, p, name in with_grad:
             kind = plain
