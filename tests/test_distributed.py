@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.distributed import FileStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,7 +58,7 @@ def on(ranks: int) -> Callable[[Check], Check]:
 def run_checks(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
     _execute.native_is_ready = lambda *, compile: False  # as conftest.py has it for the tests of one process
-    store = dist.FileStore(str(folder / "store"), ranks)
+    store = FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
     for name, check in CHECKS[ranks].items():
         own = folder / name
@@ -174,11 +175,11 @@ def alone_and_trained(steps: int, **options: Any) -> tuple[nn.Module, SELAdam]:
 
 def fully_sharded(mesh: DeviceMesh, policy: MixedPrecisionPolicy | None = None) -> nn.Module:
     model = make_model("mlp", torch.float32)
-    more = {"mp_policy": policy} if policy else {}
+    policy = policy or MixedPrecisionPolicy()
     for layer in model.layers:  # type: ignore[union-attr]
         if isinstance(layer, nn.Linear):
-            fully_shard(layer, mesh=mesh, **more)
-    fully_shard(model, mesh=mesh, **more)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -365,9 +366,9 @@ def peak(function: Callable[[], object]) -> int:
     """The most bytes that `function` holds at one time beyond what was held before."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
-    assert profiler.profiler is not None
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return max(accumulate(e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())))
+    kineto: Any = profiler.profiler
+    events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 @on(2)
@@ -439,7 +440,7 @@ def a_dummy_step_changes_nothing(folder: Path) -> None:
     optimizer = SELAdam(model.named_parameters(), lr=2e-3, scale_lr=EIGHT)
     its = SELAdam(plain.named_parameters(), lr=2e-3, scale_lr=EIGHT)
     before = [part(p).clone() for p in model.parameters()]
-    saved = get_optimizer_state_dict(model, optimizer)["state"]
+    saved: Any = get_optimizer_state_dict(model, optimizer)["state"]
     for (name, p), old in zip(model.named_parameters(), before, strict=True):
         assert torch.equal(part(p), old)
         keys = {"raw", "scale_row", "scale_col", "beta", "mean_slope", "exp_avg"} if p.dim() == 2 else {"exp_avg"}
@@ -509,7 +510,7 @@ def edits_are_taken_by_all_ranks(folder: Path) -> None:
             go_on(q, optimizer, 9)
     q, optimizer = with_state(check_edits="full")
     if dist.get_rank() == 1:
-        q.data.to_local().mul_(3)
+        part(q.data).mul_(3)
     edited = part(q).clone()
     optimizer.state_dict()
     assert torch.equal(part(q), edited)
@@ -547,12 +548,13 @@ def most_weights_out_of_reach_is_counted_over_all_parts(folder: Path) -> None:
 @on(2)
 def a_fault_on_one_rank_is_raised_on_all(folder: Path) -> None:
     """Contract 28. Weights that are not finite or have no inverse. Guards: _on_every_rank, and _take asks all ranks."""
-    for bad, options, words in (
+    cases: tuple[tuple[float, dict[str, Any], str], ...] = (
         (float("nan"), {}, "weights that are not finite"),
         (float("inf"), {"beta": 12.5}, "non-finite weights|its part on another rank"),
         (float("nan"), {"beta": 12.5, "init": "mismatched"}, "is not finite|its part on another rank"),
         (-0.1, {"beta": 0.5}, "has no inverse|its part on another rank"),
-    ):
+    )
+    for bad, options, words in cases:
         start = torch.full((4, 3), 0.1)
         start[3, 2] = bad  # on rank 1
         q = nn.Parameter(cut(start, world(), [Shard(0)]))
@@ -592,7 +594,8 @@ def accessors_do_not_wait_for_other_ranks(folder: Path) -> None:
     go_on(q, optimizer, 0)
     if dist.get_rank() == 0:
         raw, scales = optimizer.raw(q), optimizer.scales(q)
-        assert isinstance(raw, DTensor) and raw.shape == q.shape and raw.placements == q.placements
+        assert isinstance(raw, DTensor) and isinstance(q, DTensor)
+        assert raw.shape == q.shape and raw.placements == q.placements
         row, col = scales["e"]
         assert row.shape == (5, 1) and col.shape == (1, 3) and part(row).shape == (3, 1)
         assert [name for name, _ in optimizer.named_curved()] == ["q"]
@@ -601,7 +604,7 @@ def accessors_do_not_wait_for_other_ranks(folder: Path) -> None:
         assert stats["q/scale_e_mean"] == pytest.approx(float((part(row) * part(col)).mean()), rel=1e-5)
         assert "q/step_largest_decile" in stats
         written: list[str] = []
-        writer = type("Writer", (), {"add_scalar": lambda self, *a: written.append(a[0]), "add_histogram": None})()
+        writer: Any = type("Writer", (), {"add_scalar": lambda self, *a: written.append(a[0]), "add_histogram": None})()
         log_scales(writer, optimizer, 0)
         assert written == list(stats)
     for dim, structure in ((0, "row"), (0, "col"), (1, "row_col"), (1, "scalar")):
@@ -621,7 +624,7 @@ def accessors_do_not_wait_for_other_ranks(folder: Path) -> None:
 
 @on(2)
 def what_is_not_served_says_so(folder: Path) -> None:
-    """Contract 23, 25, 27. Guards: _refuse_shards and _shards.fault; _refuse_flattened; _refuse_flat_groups."""
+    """Contract 23, 25, 27. Guards: _refuse_shards and _shards.fault; _refuse_flattened."""
     mesh = world()
 
     def parameter(shape: Sequence[int] = (4, 3), dim: int = 0) -> nn.Parameter:
@@ -706,7 +709,7 @@ def a_checkpoint_resumes_in_every_bit_and_on_other_numbers_of_ranks(folder: Path
     optimizer = SELAdam(model.named_parameters(), **options)
     train(model, optimizer, range(4))
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "two")
+    state_dict_saver.save({"model": weights, "optimizer": state}, checkpoint_id=folder / "two")
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights, state = get_state_dict(model, optimizer, options=full)
     if dist.get_rank() == 0:
@@ -722,7 +725,7 @@ def a_checkpoint_resumes_in_every_bit_and_on_other_numbers_of_ranks(folder: Path
     def resume(model: nn.Module, **how: Any) -> SELAdam:
         again = SELAdam(model.named_parameters(), **options)
         weights, state = get_state_dict(model, again)
-        dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / "two", **how)
+        state_dict_loader.load({"model": weights, "optimizer": state}, checkpoint_id=folder / "two", **how)
         set_state_dict(model, again, model_state_dict=weights, optim_state_dict=state)
         return again
 
@@ -844,7 +847,7 @@ def test_flat_vectors_in_the_place_of_matrices_are_refused() -> None:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
     folders = {ranks: tmp_path_factory.mktemp(f"ranks{ranks}") for ranks, checks in CHECKS.items() if checks}
     for ranks, folder in folders.items():
-        mp.spawn(run_checks, (ranks, folder), nprocs=ranks)
+        spawn(run_checks, (ranks, folder), nprocs=ranks)
     return folders
 
 
