@@ -350,6 +350,11 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 state = state_dict["state"].get(saved_id)
                 if not state:
                     continue
+                if any(map(_shards.is_sharded, state.values())) and not _shards.is_sharded(p):
+                    raise ValueError(
+                        f"the saved state of parameter {name} is cut over ranks and the parameter is not; save it with "
+                        "get_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)) or torch.distributed.checkpoint"
+                    )
                 reason = self._saved_fault(state, p, merged["batch_dims"])
                 if reason:
                     raise ValueError(

@@ -326,7 +326,7 @@ class Shadow:
         raw = self._on_every_rank(
             p, name, lambda: _rule.inverse(target, start, beta=float(curve.beta), combine=curve.combine)
         )
-        state = _shards.local_state(state)
+        state = dict(_shards.local_state(state))
         first = "scale_row" if "scale_row" in state else "scale_col"
         for factor in ("scale_row", "scale_col"):
             if factor in state:

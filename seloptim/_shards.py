@@ -32,13 +32,18 @@ def is_sharded(t: Any) -> bool:
     return module is not None and isinstance(t, module.DTensor)
 
 
-@torch.no_grad()
 def local(t: Tensor) -> Tensor:
     """This rank's part of a tensor, as a plain tensor in the same memory."""
-    return t.to_local() if is_sharded(t) else t.detach()  # type: ignore[attr-defined]
+    if not is_sharded(t):
+        return t.detach()
+    with torch.no_grad():
+        return t.to_local()  # type: ignore[attr-defined]
 
 
-def local_state(state: Mapping[str, Any]) -> dict[str, Any]:
+def local_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state with this rank's part of each tensor; the state itself where it is not cut."""
+    if not any(map(is_sharded, state.values())):
+        return state
     return {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 
 

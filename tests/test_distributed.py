@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.multiprocessing.spawn import spawn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -292,6 +293,30 @@ def dtensors_are_one_process(folder: Path) -> None:
             both_ways((3, 5, 4), [Shard(dim)], mesh, 3, structure=structure, batch_dims=1)
     both_ways((3,), [Shard(0)], mesh, batch_dims=1)
     both_ways((0, 4), [Shard(0)], mesh)
+
+
+@on(2)
+def tensor_parallel_is_one_process(folder: Path) -> None:
+    """Contract 25. Weights cut along their rows and along their columns. Guard: local_grad brings a gradient to where p lies."""
+    alone, its = alone_and_trained(6)
+    model = make_model("mlp", torch.float32)
+    plan: dict[str, Any] = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel(), "layers.4": ColwiseParallel()}
+    parallelize_module(model, world(), {**plan, "layers.6": RowwiseParallel()})
+    optimizer = SELAdam(model.named_parameters(), lr=2e-3, scale_lr=EIGHT)
+    for k in range(6):
+        x, y = batch(k)
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    agree(model, optimizer, alone, its)
+
+    mesh = world()
+    p, q = (nn.Parameter(cut(numbers((4, 3), 0) * 0.1, mesh, [Shard(1)])) for _ in range(2))
+    grad = numbers((4, 3), 1)
+    p.grad, q.grad = cut(grad, mesh, [Shard(1)]), DTensor.from_local(grad / 2, mesh, [Partial()], run_check=False)
+    for each in (p, q):
+        SELAdam([each]).step()
+    assert torch.equal(part(p), part(q))
 
 
 @on(2)
@@ -643,6 +668,10 @@ def what_is_not_served_says_so(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"its placement is .*; use Shard or Replicate"):
         SELAdam([partial_sum])
     _, optimizer = with_state()
+    with pytest.raises(
+        ValueError, match=r"the saved state of parameter 0\.0 is cut over ranks and the parameter is not"
+    ):
+        SELAdam([nn.Parameter(torch.ones(5, 3))]).load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match=r"its state is cut over ranks; gather it before.*full_state_dict=True"):
         to_adam(optimizer)
 
