@@ -33,6 +33,9 @@ TINY = [
 ]
 
 
+sys.path.insert(0, str(EXAMPLES))  # the script's own folder, as Python has it
+
+
 def load_train_gpt() -> Any:
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
     assert spec is not None and spec.loader is not None
