@@ -100,14 +100,14 @@ def placed(p: Tensor, key: str, value: Tensor, batch_dims: int, structure: str) 
 
 
 def assembled(p: Tensor, state: Mapping[str, Any], batch_dims: int, structure: str) -> dict[str, Any]:
-    """The state made from this rank's part of p, as the state of p. Tensors of one number and plain numbers stay."""
+    """The state made from this rank's part of p, as the state of p. The count of steps and plain numbers stay."""
     if not is_sharded(p):
         return dict(state)
     rows, cols = _sides(p.shape, batch_dims)
     lead = tuple(p.shape[:batch_dims])
     whole: dict[str, Any] = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor) or not value.dim():
+        if not isinstance(value, Tensor) or key == "step":
             whole[key] = value
             continue
         if key.startswith("scale_row"):
@@ -224,7 +224,8 @@ def add_up(parts: Iterable[tuple[Tensor, "DeviceMesh", tuple[int, ...]]]) -> Non
         if dims:
             together.setdefault((mesh, dims, part.dtype, part.device), []).append(part)
     for (mesh, dims, *_), members in together.items():
-        flat = torch.cat([part.reshape(-1) for part in members])
+        # On the mesh's device: FSDP may offload parameters to hosts, whose tensors its collectives do not take.
+        flat = torch.cat([part.reshape(-1) for part in members]).to(mesh.device_type)
         for dim in dims:
             dist.all_reduce(flat, group=mesh.get_group(dim))
         for part, total in zip(members, flat.split([part.numel() for part in members]), strict=True):
@@ -249,7 +250,7 @@ def anywhere(params: Sequence[Tensor], flags: Sequence[bool]) -> list[bool]:
         if is_sharded(p):
             by_mesh.setdefault(p.device_mesh, []).append(i)  # type: ignore[attr-defined]
     for mesh, members in by_mesh.items():
-        raised = torch.tensor([found[i] for i in members], dtype=torch.int32, device=params[members[0]].device)
+        raised = torch.tensor([found[i] for i in members], dtype=torch.int32, device=mesh.device_type)
         for dim in range(mesh.ndim):
             dist.all_reduce(raised, dist.ReduceOp.MAX, group=mesh.get_group(dim))
         for i, flag in zip(members, raised.tolist(), strict=True):

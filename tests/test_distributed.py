@@ -223,6 +223,36 @@ def fsdp2_is_one_process(folder: Path) -> None:
 
 
 @on(2)
+def fsdp2_cut_along_columns_is_one_process(folder: Path) -> None:
+    """Contract 25, reversed: row factors are whole on every rank."""
+    alone, its = alone_and_trained(6)
+    model = make_model("mlp", torch.float32)
+    fully_shard(model, mesh=world(), shard_placement_fn=lambda p: Shard(p.dim() - 1))
+    optimizer = SELAdam(model.named_parameters(), lr=2e-3, scale_lr=EIGHT)
+    train(model, optimizer, range(6))
+    agree(model, optimizer, alone, its)
+    state = optimizer.state[next(model.parameters())]
+    assert state["scale_row"].placements == (Replicate(),) and state["scale_col"].placements == (Shard(0),)
+
+
+@on(2)
+def a_gradient_that_is_not_finite_spoils_its_own_weight_alone(folder: Path) -> None:
+    """sel.md 7, over shards. Guard: each rank leaves such elements out before the ranks add up."""
+    mesh, bad = world(), numbers((4, 3), 1)
+    bad[3, 1] = float("nan")
+    p, q = (nn.Parameter(t) for t in (numbers((4, 3), 0) * 0.1, cut(numbers((4, 3), 0) * 0.1, mesh, [Shard(0)])))
+    p.grad, q.grad = bad, cut(bad, mesh, [Shard(0)])
+    alone, sharded = SELAdam([p], scale_lr=EIGHT), SELAdam([q], scale_lr=EIGHT)
+    alone.step()
+    sharded.step()
+    for key in ("scale_row", "scale_col"):
+        assert whole(sharded.state[q][key]).isfinite().all()
+        near(whole(sharded.state[q][key]), alone.state[p][key], 1e-6, key)
+    torch.testing.assert_close(whole(q.detach()), p.detach(), rtol=1e-6, atol=1e-6, equal_nan=True)
+    assert int(whole(q.detach()).isnan().sum()) == 1
+
+
+@on(2)
 def fsdp2_from_param_groups_with_decay_clipping_and_shrinking(folder: Path) -> None:
     """Contract 25. What a real script has: param_groups, a norm over all ranks, init="mismatched" on sharded weights."""
 
@@ -293,6 +323,7 @@ def dtensors_are_one_process(folder: Path) -> None:
             both_ways((3, 5, 4), [Shard(dim)], mesh, 3, structure=structure, batch_dims=1)
     both_ways((3,), [Shard(0)], mesh, batch_dims=1)
     both_ways((0, 4), [Shard(0)], mesh)
+    both_ways((), [Replicate()], mesh, 3)
 
 
 @on(2)
@@ -464,6 +495,8 @@ def a_dummy_step_changes_nothing(folder: Path) -> None:
     model, plain = fully_sharded(world()), fully_sharded(world())
     optimizer = SELAdam(model.named_parameters(), lr=2e-3, scale_lr=EIGHT)
     its = SELAdam(plain.named_parameters(), lr=2e-3, scale_lr=EIGHT)
+    third = fully_sharded(world())
+    late = SELAdam(third.named_parameters(), lr=2e-3, scale_lr=EIGHT)
     before = [part(p).clone() for p in model.parameters()]
     saved: Any = get_optimizer_state_dict(model, optimizer)["state"]
     for (name, p), old in zip(model.named_parameters(), before, strict=True):
@@ -472,8 +505,13 @@ def a_dummy_step_changes_nothing(folder: Path) -> None:
         assert keys | {"step"} <= saved[name].keys() and float(optimizer.state[p]["step"]) == 0
     train(model, optimizer, range(4))
     train(plain, its, range(4))
-    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(part(p), part(q))
+    for p in third.parameters():
+        p.grad = torch.ones_like(p)  # with gradients torch takes no dummy step: state_dict() makes the state
+    saved = get_optimizer_state_dict(third, late)["state"]
+    assert saved.keys() == dict(third.named_parameters()).keys()
+    train(third, late, range(4))
+    for p, q, r in zip(model.parameters(), plain.parameters(), third.parameters(), strict=True):
+        assert torch.equal(part(p), part(q)) and torch.equal(part(r), part(q))
 
 
 @on(2)
@@ -629,9 +667,10 @@ def accessors_do_not_wait_for_other_ranks(folder: Path) -> None:
         assert stats["q/scale_e_mean"] == pytest.approx(float((part(row) * part(col)).mean()), rel=1e-5)
         assert "q/step_largest_decile" in stats
         written: list[str] = []
-        writer: Any = type("Writer", (), {"add_scalar": lambda self, *a: written.append(a[0]), "add_histogram": None})()
-        log_scales(writer, optimizer, 0)
-        assert written == list(stats)
+        note = staticmethod(lambda name, *rest: written.append(name))
+        writer: Any = type("Writer", (), {"add_scalar": note, "add_histogram": note})()
+        log_scales(writer, optimizer, 0, histograms=True)
+        assert written == [*stats, "q/weight", "q/weight_raw"]
     for dim, structure in ((0, "row"), (0, "col"), (1, "row_col"), (1, "scalar")):
         q, optimizer = with_state((3, 4, 2, 2), dim, structure=structure)
         alone = SELAdam([p := nn.Parameter(whole(q.detach()).clone())], structure=structure)
