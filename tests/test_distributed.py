@@ -373,7 +373,7 @@ def options_mean_the_same_on_shards(folder: Path) -> None:
 
 @on(2)
 def many_blocks_are_one(folder: Path) -> None:
-    """Contract 26. Guard: _over_blocks gathers the blocks of a part before the ranks add up."""
+    """Contract 26. Guard: _gather adds up the blocks of a part before the ranks add up."""
     block, _execute.BLOCK_ELEMENTS = _execute.BLOCK_ELEMENTS, 8
     try:
         for dim in (0, 1):
