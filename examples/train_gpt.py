@@ -5,6 +5,8 @@ For instance:
     python examples/train_gpt.py --plot curves.png --logdir runs     # a picture, and logs for TensorBoard
     python examples/train_gpt.py --data book.txt --optimizer sel     # your own text, one optimizer alone
     python examples/train_gpt.py --save gpt.pt                       # Ctrl-C at any time, then --resume gpt.pt
+    torchrun --nproc-per-node=2 examples/train_gpt.py --parallel fsdp                            # or ddp
+    torchrun --nproc-per-node=8 examples/train_gpt.py --parallel fsdp --preset 2048x24 --data openwebtext --optimizer sel
 """
 
 import argparse
@@ -24,11 +26,13 @@ from typing import NamedTuple, NoReturn
 
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # before torch loads: its profiler would write to the terminal
 
+import gpt_parallel as parallel
 import torch
+from gpt_presets import PRESETS, print_estimate
 from torch import nn
 from torch.nn import functional as F
 
-from seloptim import SELAdam, linear_cross_entropy, param_groups
+from seloptim import PAPER_SCALE_LR, SELAdam, linear_cross_entropy, param_groups
 from seloptim.tensorboard import log_scales
 
 try:
@@ -67,14 +71,14 @@ class Text(NamedTuple):
         return [len(self.train), len(self.val), self.vocabulary]
 
 
-def load_text(path):
+def load_text(path, vocabulary=None):
     try:
         if path is None:
             files = standard_library()
             cut = len(files) * 9 // 10
             train, val = b"".join(files[:cut]), b"".join(files[cut:])
         elif Path(path).is_dir():
-            return load_bins(Path(path))
+            return load_bins(Path(path), vocabulary)
         else:
             data = Path(path).read_bytes()
             cut = len(data) * 9 // 10
@@ -90,16 +94,17 @@ def as_bytes(text):
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def load_bins(folder):
-    """The train.bin and val.bin that nanoGPT prepares: uint16 tokens, mapped into memory and not read."""
+def load_bins(folder, vocabulary):
+    """The train.bin and val.bin that nanoGPT prepares: uint16 tokens, mapped into memory, and read only to find the largest."""
     splits = []
     for path in (folder / "train.bin", folder / "val.bin"):
         size = path.stat().st_size if path.is_file() else 0
         if size == 0 or size % 2:
             fail(f"--data {folder}: {path.name} is missing, empty or no list of uint16 tokens")
         splits.append(torch.from_file(str(path), size=size // 2, dtype=torch.uint16))
-    largest = max(int(part.int().max()) for tokens in splits for part in tokens.split(1 << 24))
-    return Text(*splits, largest + 1)
+    if vocabulary is None:
+        vocabulary = 1 + max(int(part.int().max()) for tokens in splits for part in tokens.split(1 << 24))
+    return Text(*splits, vocabulary)
 
 
 def windows(tokens, starts, context, device):
@@ -129,7 +134,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Pre-norm GPT. It returns the last hidden states: the loss takes them together with `head.weight`."""
+    """Pre-norm GPT. It returns the last hidden states, or the loss, which takes them together with `head.weight`."""
 
     def __init__(self, vocabulary, width, depth, heads, context):
         super().__init__()
@@ -143,9 +148,10 @@ class GPT(nn.Module):
                 residual = name.endswith(("out.weight", "down.weight"))
                 nn.init.normal_(p, std=(2 * width * depth if residual else width) ** -0.5)
 
-    def forward(self, tokens):
+    def forward(self, tokens, targets=None, loss=None):
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
-        return self.norm(self.blocks(x))
+        hidden = self.norm(self.blocks(x))
+        return hidden if loss is None else loss(hidden, self.head.weight, targets)
 
 
 def plain_loss(hidden, weight, target):
@@ -162,6 +168,7 @@ class Run(NamedTuple):
     """One model with its optimizer, and what was seen on the way, in lists that a checkpoint can hold."""
 
     model: GPT
+    call: nn.Module  # what is called: the model, or what distributes it
     optimizer: torch.optim.Optimizer
     history: dict[str, list]
 
@@ -170,6 +177,7 @@ def make_optimizer(name, model, args):
     if name == "adam":
         return torch.optim.Adam(model.parameters(), lr=args.lr)
     options = {"lr": args.lr, "init": args.init, "beta": args.beta, "anneal_steps": args.anneal_steps or args.steps}
+    options["scale_lr"] = PAPER_SCALE_LR if args.scale_lr == "paper" else None
     if args.curved == "modules":
         return SELAdam(param_groups(model), **options)
     return SELAdam(model.named_parameters(), curved=args.curved, **options)
@@ -181,13 +189,18 @@ def names(args):
 
 def make_runs(args, vocabulary):
     torch.manual_seed(args.seed)
-    first = GPT(vocabulary, args.width, args.depth, args.heads, args.context)
-    first = first.to(device=args.device, dtype=getattr(torch, args.dtype))
+
+    def make():
+        return GPT(vocabulary, args.width, args.depth, args.heads, args.context)
+
+    first = make().to(dtype=getattr(torch, args.dtype))
+    if args.parallel != "fsdp":
+        first.to(args.device)
     runs = {}
     for name in names(args):
-        model = copy.deepcopy(first)
+        model, call = parallel.distribute(copy.deepcopy(first), make, args)
         history = {"train": [], "seconds": [], "optimizer_seconds": [], "val": []}
-        runs[name] = Run(model, make_optimizer(name, model, args), history)
+        runs[name] = Run(model, call, make_optimizer(name, model, args), history)
     return runs
 
 
@@ -203,14 +216,21 @@ def clock(device):
     return time.perf_counter()
 
 
+def loss_of(run, inputs, targets, args):
+    bf16 = args.autocast and args.parallel != "fsdp"  # fully_shard casts by itself
+    with torch.autocast(torch.device(args.device).type, torch.bfloat16, enabled=bf16):
+        return run.call(inputs, targets, LOSSES[args.loss])
+
+
 def train_step(run, batches, lr, args):
     """One step over all micro-batches."""
     started = clock(args.device)
     run.optimizer.zero_grad()
     total = 0.0
-    for inputs, targets in batches:
-        loss = LOSSES[args.loss](run.model(inputs), run.model.head.weight, targets) / len(batches)
-        loss.backward()
+    for k, (inputs, targets) in enumerate(batches):
+        with parallel.micro_batch(run.call, last=k + 1 == len(batches)):
+            loss = loss_of(run, inputs, targets, args) / len(batches)
+            loss.backward()
         total += loss.item()
     if args.clip:
         nn.utils.clip_grad_norm_(run.model.parameters(), args.clip)
@@ -219,7 +239,7 @@ def train_step(run, batches, lr, args):
     before = clock(args.device)
     run.optimizer.step()
     after = clock(args.device)
-    run.history["train"].append(total)
+    run.history["train"].append(*parallel.mean(total))
     run.history["seconds"].append(after - started)
     run.history["optimizer_seconds"].append(after - before)
 
@@ -229,19 +249,21 @@ def validate(runs, batches, step, args):
     for run in runs.values():
         total = 0.0
         for inputs, targets in batches:
-            total += LOSSES[args.loss](run.model(inputs), run.model.head.weight, targets).item() * len(inputs)
-        run.history["val"].append([step, total / sum(len(inputs) for inputs, _ in batches)])
+            total += loss_of(run, inputs, targets, args).item() * len(inputs)
+        run.history["val"].append([step, *parallel.mean(total / sum(len(inputs) for inputs, _ in batches))])
 
 
 def train(runs, text, generator, step, args):
     """Trains from step `step` on and returns the step reached: less than args.steps after a Ctrl-C."""
-    interrupted = catch_ctrl_c()
+    interrupted = catch_ctrl_c(again=args.parallel is None)
     val_batches = validation_batches(text.val, args)
     writers = make_writers(runs, args, step)
-    bar = tqdm(total=args.steps, initial=step, unit="step", dynamic_ncols=True) if tqdm else None
+    bar = (
+        tqdm(total=args.steps, initial=step, unit="step", dynamic_ncols=True) if tqdm and parallel.rank() == 0 else None
+    )
     if not any(run.history["val"] for run in runs.values()):
         validate(runs, val_batches, step, args)
-    while step < args.steps and not interrupted:
+    while step < args.steps and not parallel.anywhere(interrupted):
         batches = [draw(text.train, generator, args) for _ in range(args.accumulate)]
         lr = learning_rate(step, args)
         step += 1
@@ -263,23 +285,30 @@ def train(runs, text, generator, step, args):
 
 
 def draw(tokens, generator, args):
+    """This process's share of the next batch."""
     starts = torch.randint(len(tokens) - args.context, (args.batch,), generator=generator)
-    return windows(tokens, starts, args.context, args.device)
+    return windows(tokens, starts[parallel.rank() :: parallel.ranks()], args.context, args.device)
 
 
 def validation_batches(tokens, args):
     """The same few sequences at every validation, evenly spread over the text."""
-    starts = torch.linspace(0, len(tokens) - args.context - 1, EVAL_SEQUENCES, dtype=torch.float64).long()
-    return [windows(tokens, part, args.context, args.device) for part in starts.split(args.batch)]
+    ranks = parallel.ranks()
+    count = math.ceil(EVAL_SEQUENCES / ranks) * ranks  # as many for each
+    starts = torch.linspace(0, len(tokens) - args.context - 1, count, dtype=torch.float64).long()[
+        parallel.rank() :: ranks
+    ]
+    return [windows(tokens, part, args.context, args.device) for part in starts.split(args.batch // ranks)]
 
 
-def catch_ctrl_c():
-    """A list that the first Ctrl-C fills, so that no step is left half done. A second Ctrl-C stops at once."""
+def catch_ctrl_c(again):
+    """A list that the first Ctrl-C fills, so that no step is left half done. A second one stops at once, if it may come `again`:
+    torchrun hands on what its processes have already seen."""
     seen = []
 
     def handler(number, frame):
         seen.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if again:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
 
     signal.signal(signal.SIGINT, handler)
     return seen
@@ -297,10 +326,16 @@ def save(path, runs, text, generator, step, args):
         "step": step,
         "generator": generator.get_state(),
         "runs": {
-            name: {"model": r.model.state_dict(), "optimizer": r.optimizer.state_dict(), "history": r.history}
+            name: {
+                "model": parallel.whole(r.model.state_dict()),
+                "optimizer": parallel.whole(r.optimizer.state_dict()),
+                "history": r.history,
+            }
             for name, r in runs.items()
         },
     }
+    if parallel.rank():
+        return
     unfinished = f"{path}.tmp"
     torch.save(state, unfinished)
     os.replace(unfinished, path)  # in one go: a crash while saving keeps the checkpoint before
@@ -321,8 +356,11 @@ def read_checkpoint(path):
 def restore(runs, state, generator, args):
     for name, run in runs.items():
         saved = state["runs"][name]
-        run.model.load_state_dict(saved["model"])
-        run.optimizer.load_state_dict(saved["optimizer"])
+        if args.parallel == "fsdp":
+            parallel.set_whole_weights(run.model, saved["model"])
+        else:
+            run.model.load_state_dict(saved["model"])
+        run.optimizer.load_state_dict(parallel.part_of(run.optimizer, saved["optimizer"]))
         run.history.update(saved["history"])
     if "sel" in runs:
         for group in runs["sel"].optimizer.param_groups:
@@ -341,6 +379,8 @@ def print_results(runs):
 def print_table(runs, text, generator, args):
     batches = [draw(text.train, generator, args)] * args.accumulate
     columns = {name: figures(run, runs, batches, args) for name, run in runs.items()}
+    if parallel.rank():
+        return
     print("\n" + " " * 42 + "".join(f"{name:>12}" for name in columns))
     for row in next(iter(columns.values())):
         print(f"{row:42}" + "".join(f"{column[row]:>12}" for column in columns.values()))
@@ -362,15 +402,16 @@ def figures(run, runs, batches, args):
             rows["seconds to the other's final val loss"] = "never" if step is None else f"{seconds:.1f}"
     rows["whole step, median, ms"] = f"{1e3 * statistics.median(history['seconds']):.1f}"
     rows["optimizer's part of it, median, ms"] = f"{1e3 * statistics.median(history['optimizer_seconds']):.1f}"
-    state = [t for s in run.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
-    held = sum(t.nbytes for t in [*run.model.parameters(), *state])
+    state = [parallel.local(t) for s in run.optimizer.state.values() for t in s.values() if torch.is_tensor(t)]
+    weights = [parallel.local(p) for group in run.optimizer.param_groups for p in group["params"]]
+    held = sum(t.nbytes for t in weights + state)
     rows["optimizer state, MiB"] = mib(sum(t.nbytes for t in state))
     run.optimizer.zero_grad()
     lr = learning_rate(args.steps - 1, args)
     rows["peak memory of training, MiB"] = mib(held + peak(lambda: train_step(run, batches, lr, args), args.device))
     inputs, targets = batches[0]
     hidden = run.model(inputs).detach().requires_grad_()
-    weight = run.model.head.weight.detach().requires_grad_()
+    weight = parallel.joined(run.model.head.weight).detach().to(hidden.dtype).requires_grad_()
     loss_peak = peak(lambda: LOSSES[args.loss](hidden, weight, targets).backward(), args.device)
     rows[f"peak memory of the {args.loss} loss, MiB"] = mib(loss_peak)
     return rows
@@ -424,7 +465,7 @@ def plot(path, runs):
 
 
 def make_writers(runs, args, step):
-    if not args.logdir:
+    if not args.logdir or parallel.rank():
         return {}
     from torch.utils.tensorboard import SummaryWriter
 
@@ -443,7 +484,7 @@ def log(runs, writers, step):
 
 # ---------------------------------------------------------------------------------------------------- flags
 
-NOT_SAVED = ("device", "save", "save_every", "resume", "plot", "logdir")
+NOT_SAVED = ("device", "parallel", "save", "save_every", "resume", "plot", "logdir")
 FIXED = ("width", "depth", "heads", "context", "dtype", "seed", "init", "beta", "curved")
 
 
@@ -469,13 +510,27 @@ def make_parser():
     parser.error = fail  # one line instead of the whole usage
     add = parser.add_argument
     add("--data", help="any file, read as bytes; or a folder with train.bin and val.bin as nanoGPT prepares them")
+    add(
+        "--preset",
+        choices=tuple(PRESETS),
+        help="a size of the paper's, on OpenWebText in nanoGPT's folder; other flags win",
+    )
+    add(
+        "--parallel", choices=("ddp", "fsdp"), help="under torchrun: copies of the model, or one cut over all processes"
+    )
+    add("--vocabulary", type=number(int, 1), help="of a folder with train.bin (default: its largest token + 1)")
     add("--optimizer", choices=("adam", "sel", "both"), default="both")
     add("--steps", type=number(int, 1), default=400)
     add("--width", type=number(int, 1), default=128)
     add("--depth", type=number(int, 1), default=4)
     add("--heads", type=number(int, 1), default=4)
     add("--context", type=number(int, 1), default=128)
-    add("--batch", type=number(int, 1), default=12, help="sequences in a batch (in a micro-batch with --accumulate)")
+    add(
+        "--batch",
+        type=number(int, 1),
+        default=12,
+        help="sequences in a batch (in a micro-batch with --accumulate), of all processes",
+    )
     add("--accumulate", type=number(int, 1), default=1, help="micro-batches in a step")
     add("--lr", type=number(float, 1e-12), default=3e-3, help="the highest rate, of both optimizers")
     add("--warmup", type=number(int, 1), default=20, help="steps of linear warm-up; after it, cosine down to a tenth")
@@ -483,9 +538,11 @@ def make_parser():
     add("--seed", type=number(int, 0), default=0)
     add("--loss", choices=tuple(LOSSES), default="fused")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    add("--autocast", action="store_true", help="compute in bfloat16, whatever the weights are")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--init", choices=("mismatched", "preserve"), default="mismatched", help="SELAdam's")
     add("--beta", type=beta, default="auto", help='SELAdam\'s: a number, "auto" or "width"')
+    add("--scale-lr", choices=("default", "paper"), default="default", help="SELAdam's: its own, or PAPER_SCALE_LR")
     add("--anneal-steps", type=number(int, 1), help="SELAdam's (default: as many as --steps)")
     curved = ("modules", "matrices", "all", "none")
     add("--curved", choices=curved, default="modules", help="SELAdam's; modules: chosen by type, with param_groups")
@@ -503,9 +560,11 @@ def parse(arguments):
     parser = make_parser()
     args = parser.parse_args(arguments)
     state = read_checkpoint(args.resume) if args.resume else None
-    if state:
-        parser.set_defaults(**state["flags"], save=args.resume)
+    if args.preset or state:
+        parser.set_defaults(**(PRESETS[args.preset] if args.preset else {}))
+        parser.set_defaults(**({**state["flags"], "save": args.resume} if state else {}))
         args = parser.parse_args(arguments)
+    if state:
         check_resume(args, state)
     check(args)
     return args, state
@@ -527,6 +586,12 @@ def check(args):
     """Everything that can be known to fail is said before training, not after it."""
     if args.width % args.heads:
         fail(f"--width {args.width} is no multiple of --heads {args.heads}")
+    if parallel.started_by_torchrun() != bool(args.parallel):
+        fail(
+            "--parallel ddp or fsdp goes with torchrun: torchrun --nproc-per-node=2 examples/train_gpt.py --parallel fsdp"
+        )
+    if args.batch % int(os.environ.get("WORLD_SIZE", 1)):
+        fail(f"--batch {args.batch} is no multiple of the {os.environ['WORLD_SIZE']} processes that share it")
     for flag, module, extra in (("plot", "matplotlib", "examples"), ("logdir", "tensorboard", "tensorboard")):
         if getattr(args, flag) and importlib.util.find_spec(module) is None:
             fail(f"--{flag} needs {module}: pip install 'seloptim[{extra}]'")
@@ -544,7 +609,19 @@ def check(args):
 
 def main(arguments=None):
     args, state = parse(arguments)
-    text = load_text(args.data)
+    if args.parallel:
+        parallel.join(args)
+    try:
+        run_all(args, state)
+    finally:
+        parallel.leave()
+
+
+def run_all(args, state):
+    first = parallel.rank() == 0
+    if args.preset and first:
+        print_estimate(args, names(args), parallel.ranks())
+    text = load_text(args.data, args.vocabulary)
     for part, tokens in (("train", text.train), ("validate", text.val)):
         if len(tokens) <= args.context:
             fail(f"--data: only {len(tokens)} tokens to {part} on, --context {args.context} needs one more than that")
@@ -560,11 +637,14 @@ def main(arguments=None):
         save(args.save, runs, text, generator, step, args)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if step < args.steps:
+        if not first:
+            raise SystemExit(130)
         print(f"interrupted after step {step}: go on with --resume {args.save}", file=sys.stderr)
         raise SystemExit(130)
-    print_results(runs)
-    if args.plot:
-        plot(args.plot, runs)
+    if first:
+        print_results(runs)
+        if args.plot:
+            plot(args.plot, runs)
     print_table(runs, text, generator, args)
 
 

@@ -3,13 +3,14 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from . import _execute, _rule
+from . import _execute, _rule, _shards
 from ._options import SEL_DEFAULTS, check_beta, check_group, near_names, scale_rates
 from ._shadow import Shadow, differing
 from .convert import as_step, check_layout
@@ -30,6 +31,7 @@ def _not_traced(method: _Method) -> _Method:
 class SELOptimizer(Shadow, torch.optim.Optimizer):
     """Groups, steps and saved states of an optimizer of raw weights; a subclass moves them."""
 
+    _had_matrices: list[bool]  # for each group, as it was added
     _constructing = False  # True while torch's constructor adds the groups: weights wait until all have been checked
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -41,6 +43,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         check_group({**defaults, "params": []})
         self._seen = {}
         self._warned = set()
+        self._had_matrices = []
         self._constructing = True
         super().__init__(params, defaults)
         del self._constructing
@@ -79,12 +82,12 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             key = (done, state["raw"].dtype, p.device)
             if key not in rates:
                 rates[key] = torch.tensor(scale_rates(group, done), dtype=state["raw"].dtype, device=p.device)
-            assert p.grad is not None
             slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
             view, curve = self._views(p, group), self._curve(p, group)
-            items.append(_execute.Item(p, p.grad, view, curve, done + 1, slope, rates[key]))
+            part, grad = _shards.local(p), _shards.local_grad(p)
+            items.append(_execute.Item(part, grad, view, curve, done + 1, slope, rates[key], _shards.sums(p, state)))
             # Until the step is through, only the values can tell where an interruption has left p and raw.
-            self._seen[p] = self._seen[p]._replace(version=-1)
+            self._forget(p)
         return items
 
     # ------------------------------------------------------------------------------------------------------------ groups
@@ -110,6 +113,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         group = self.param_groups[-1]
         try:
             members = [(i, p, name) for g, i, p, name in self._members() if g is group]
+            for _, p, name in members:
+                _refuse_flattened(p, name)
             check_group(group)
             if callable(group["curved"]):
                 group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
@@ -122,6 +127,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             self._refuse(group, [(p, name) for i, p, name in members if self._choice(group, i, p)])
             if not self._constructing:
                 self._shrink([group])
+            self._had_matrices.append(any(p.dim() >= 2 for _, p, _ in members))
         except BaseException:
             self.param_groups.pop()
             raise
@@ -134,6 +140,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 "seloptim.transform differentiates through steps, with torchopt"
             )
         for p, name in candidates:
+            self._refuse_shards(group, p, name)
             if group["capturable"]:
                 raise ValueError(
                     f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
@@ -142,6 +149,17 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 raise ValueError(
                     f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
                     "put it into a group with fewer batch_dims"
+                )
+
+    def _refuse_flat_groups(self) -> None:
+        """A wrapper may put flat parts of all of a group's parameters in their place (DeepSpeed's ZeRO does)."""
+        for g, (had_matrices, group) in enumerate(zip(self._had_matrices, self.param_groups, strict=False)):
+            flat = [p for p in group["params"] if p.dim() < 2]
+            if had_matrices and flat and len(flat) == len(group["params"]) and group["curved"] not in ("none", False):
+                raise ValueError(
+                    f"group {g} had matrices when it was added and holds only flat vectors now, as DeepSpeed's ZeRO leaves them: "
+                    "without rows and columns there are no scales; use torch.distributed.fsdp.fully_shard or "
+                    "DistributedDataParallel, or curved='none' for plain Adam"
                 )
 
     @torch.no_grad()
@@ -162,13 +180,12 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                         "materialise it before, or use init='preserve'"
                     )
                 betas[-1] = beta = self._resolve_beta(group, i, p, name)
-                try:
-                    shrunk.append((p, shrink(p.detach(), *self._scale_init(group, beta).values(), beta=beta)))
-                except ValueError as error:
-                    raise ValueError(f"parameter {name}: {error}") from error
+                part, start = _shards.local(p), self._scale_init(group, beta).values()
+                weight = self._on_every_rank(p, name, partial(shrink, part, *start, beta=beta))
+                shrunk.append((part, weight))
         # Everything that can fail comes before the first write.
-        for p, weight in shrunk:
-            p.copy_(weight)
+        for part, weight in shrunk:
+            part.copy_(weight)
         for group, (curved, betas) in zip(groups, decided, strict=True):
             group["curved"], group["beta"] = curved, betas
 
@@ -209,10 +226,13 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         # Everything that can fail comes before the first write.
         with_grad = [member for member in self._members() if member[2].grad is not None]
         for _, _, p, name in with_grad:
+            _refuse_flattened(p, name)
             if p.grad is not None and p.grad.is_sparse:
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients (parameter {name}), please consider SparseAdam instead"
                 )
+        self._refuse_flat_groups()
+        self._agree_on_edits((group, p) for group, _, p, _ in with_grad)
         for group, i, p, name in with_grad:
             kind = plain
             if self._is_curved(group, i, p, name):
@@ -244,6 +264,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             >>> sorted(optimizer.state_dict()["state"][0])[:4]
             ['beta', 'exp_avg', 'exp_avg_sq', 'initial_rms']
         """
+        self._agree_on_edits((group, p) for group, _, p, _ in self._members())
         for group, i, p, name in self._members():
             if p.is_meta or not (p.requires_grad or self._has_raw(p)):
                 continue
@@ -281,7 +302,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch leaves the hooks out. All of __dict__ would be too much: schedulers put a patched step there.
         hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        return {**super().__getstate__(), **hooks, "_warned": self._warned}
+        ours = {"_warned": self._warned, "_had_matrices": self._had_matrices}
+        return {**super().__getstate__(), **hooks, **ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Both halves of torch's design meet here: a loaded state_dict, and an unpickled or copied optimizer."""
@@ -328,6 +350,11 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 state = state_dict["state"].get(saved_id)
                 if not state:
                     continue
+                if any(map(_shards.is_sharded, state.values())) and not _shards.is_sharded(p):
+                    raise ValueError(
+                        f"the saved state of parameter {name} is cut over ranks and the parameter is not; save it with "
+                        "get_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)) or torch.distributed.checkpoint"
+                    )
                 reason = self._saved_fault(state, p, merged["batch_dims"])
                 if reason:
                     raise ValueError(
@@ -350,7 +377,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             state, dtype = self.state[p], _rule.state_dtype(p.dtype)
             for key, value in saved.items():
                 if isinstance(value, Tensor) and key != "step":
-                    state[key] = value.detach().to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)
+                    placed = _shards.placed(p, key, value.detach(), group["batch_dims"], group["structure"])
+                    state[key] = placed.to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)
             state["step"] = as_step(saved["step"])
             change = self._restore(group, p)
             if change > 0:
@@ -368,14 +396,24 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         if p.is_meta:
             return 0.0
         curve = self._curve(p, group)
-        mapped = _rule.push(self._views(p, group), curve).view(p.shape)
-        differs = differing(p, mapped)
+        part = _shards.local(p)
+        mapped = _rule.push(self._views(p, group), curve).view(part.shape)
+        differs = differing(part, mapped)
         change = 0.0
         if bool(differs.any()):
-            change = float((p[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
-            p.copy_(mapped)
+            change = float((part[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
+            part.copy_(mapped)
         self._remember(p, curve.has_n)
         return change
+
+
+def _refuse_flattened(p: Tensor, name: str) -> None:
+    # Not isinstance(p, FlatParameter): under use_orig_params the parts are ordinary parameters with this mark.
+    if getattr(p, "_fsdp_flattened", False):
+        raise ValueError(
+            f"parameter {name} was flattened by FullyShardedDataParallel, which leaves it no rows and columns; use "
+            "torch.distributed.fsdp.fully_shard (FSDP2) or DistributedDataParallel"
+        )
 
 
 def _check_names(live: list[dict[str, Any]], saved: list[dict[str, Any]]) -> None:

@@ -9,12 +9,12 @@ import logging
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import _rule
+from . import _rule, _shards
 from ._rule import Curve, Hyper, Pulled, Scales, Slot, Views
 
 logger = logging.getLogger("seloptim")
@@ -35,6 +35,7 @@ class Item(NamedTuple):
     step: float  # counts this step
     slope: float  # what lr is divided by for raw
     rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen
+    sums: _shards.Sums | None = None  # of a DTensor, of which all the above is this rank's part
 
 
 def run(
@@ -45,6 +46,8 @@ def run(
     native: by the native kernel, for the items that it has one for. Only there gradients may be those of the loss times
     `grad_scale`.
     """
+    sharded = [item for item in items if item.sums is not None]
+    items = [item for item in items if item.sums is None]
     if native:
         suited: dict[torch.dtype, list[Item]] = defaultdict(list)
         rest: list[Item] = []
@@ -60,12 +63,15 @@ def run(
         _run_batched(items, hyper)
     else:
         _run_single(items, hyper)
+    _run_sharded(sharded, hyper)
 
 
 def native_refusal(param: Tensor, has_residual: bool) -> str | None:
     """Why there is no native kernel for a parameter, or None."""
     if has_residual:
         return "it has a residual (residual_rank > 0)"
+    if _shards.is_sharded(param):
+        return "it is a DTensor, whose ranks must add up their factors' gradients in the middle of a step"
     if type(param.data) is not Tensor:
         return f"it is a {type(param.data).__name__}"
     if param.device.type not in ("cpu", "meta"):
@@ -150,6 +156,27 @@ def _run_single(items: Sequence[Item], hyper: Hyper) -> None:
         _write_back(param, weight)
 
 
+def _run_sharded(items: Sequence[Item], hyper: Hyper) -> None:
+    """In two halves: what all items need of the other ranks goes in one collective between them.
+
+    One by one: stacks of equal parts would be other stacks on other ranks.
+    """
+    halves: list[tuple[Item, Tensor, dict[str, Tensor]]] = []
+    parts: list[tuple[Tensor, Any, tuple[int, ...]]] = []
+    for item in items:
+        weight = item.param.detach().reshape(item.state.raw.value.shape)
+        grad = item.grad.detach().reshape(weight.shape)
+        pulled = _begin(weight, grad, item.state, item.curve, hyper, item.step, hyper.lr / item.slope)
+        totals = _totals(item.state, item.curve, pulled)
+        halves.append((item, weight, totals))
+        assert item.sums is not None
+        parts += [(total, item.sums.mesh, getattr(item.sums, name)) for name, total in totals.items()]
+    _shards.add_up(parts)
+    for item, weight, totals in halves:
+        _finish(weight, item.state, item.curve, hyper, item.step, item.rates, totals)
+        _write_back(item.param.detach(), weight)
+
+
 def _run_batched(items: Sequence[Item], hyper: Hyper) -> None:
     alike: dict[tuple, list[Item]] = defaultdict(list)
     for item in items:
@@ -212,6 +239,14 @@ def _step(
     rates: Tensor,
 ) -> None:
     """The four stages over one batch of matrices (batch, rows, cols), block by block."""
+    pulled = _begin(weight, grad, state, curve, hyper, step, lr)
+    _finish(weight, state, curve, hyper, step, rates, _totals(state, curve, pulled))
+
+
+def _begin(
+    weight: Tensor, grad: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, lr: float | Tensor
+) -> list[Pulled]:
+    """The stages up to the move of raw."""
     decay = hyper.weight_decay if hyper.decoupled else 0.0
     cut = _cut(state.raw.value)
     pulled: list[Pulled] = []
@@ -219,22 +254,28 @@ def _step(
         found = _rule.pull(_gradient(g, w, part.raw.value.dtype, hyper), part, curve, scales)
         _rule.update(part.raw, found.raw, hyper, step, lr, decay)
         pulled.append(found._replace(raw=weight))  # raw's gradient is spent: let its memory go
-    _finish(weight, state, curve, hyper, step, rates, pulled)
+    return pulled
+
+
+def _totals(state: Views, curve: Curve, pulled: list[Pulled]) -> dict[str, Tensor]:
+    """The gradients of what trains beside raw, each from those of the blocks."""
+    cut = _cut(state.raw.value)
+    totals: dict[str, Tensor] = {}
+    for name in _rule.VALUES[1:]:
+        slot: Slot | None = getattr(state, name)
+        if slot is not None and (curve.learned or not name.startswith("scale")):
+            totals[name] = _gather(slot.value, [getattr(found, name) for found in pulled], cut, name in BY_ROW)
+    return totals
 
 
 def _finish(
-    weight: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, rates: Tensor, pulled: list[Pulled]
+    weight: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, rates: Tensor, totals: dict[str, Tensor]
 ) -> None:
-    """What follows when raw has moved: the factors, and the weight."""
+    """What follows when raw has moved: the factors by their whole gradients, and the weight."""
     cut = _cut(state.raw.value)
-    for name in _rule.VALUES[1:]:
-        slot: Slot | None = getattr(state, name)
-        if slot is None:
-            continue
+    for name, total in totals.items():
+        slot: Slot = getattr(state, name)
         scale = name.startswith("scale")
-        if scale and not curve.learned:
-            continue
-        total = _gather(slot.value, [getattr(found, name) for found in pulled], cut, name in BY_ROW)
         own_lr = hyper.lr * rates if scale and not _rule.is_zero(hyper.lr) else hyper.lr
         _rule.update(slot, total, hyper, step, own_lr)
     if _rule.is_zero(hyper.lr):
@@ -266,7 +307,8 @@ def push(item: Item, hyper: Hyper, pulled: list[Pulled]) -> None:
     """The other stages, when raw has moved: the factors by Adam, and the parameter onto the map."""
     param = item.param.detach()
     weight = param.reshape(item.state.raw.value.shape)
-    _finish(weight, item.state, item.curve, hyper, item.step, item.rates, pulled)
+    totals = _totals(item.state, item.curve, pulled)
+    _finish(weight, item.state, item.curve, hyper, item.step, item.rates, totals)
     _write_back(param, weight)
 
 

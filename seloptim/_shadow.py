@@ -8,14 +8,14 @@ values decide.
 import logging
 import math
 import warnings
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import _rule, _stats
+from . import _rule, _shards, _stats
 from ._options import learned_kinds
 from ._rule import KINDS, Curve, Views
 from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
@@ -23,13 +23,15 @@ from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
 logger = logging.getLogger("seloptim")
 
 
+_Made = TypeVar("_Made")
+
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
 
 
 class _Seen(NamedTuple):
     """What a parameter looked like after our last look at its values."""
 
-    version: int
+    version: tuple[int, int]  # of the parameter and, where that is a DTensor, of this rank's part
     storage: StorageWeakRef  # weak, so that a freed storage's address cannot come back under another tensor
     layout: tuple[Any, ...]  # offset and strides
     device: torch.device
@@ -114,10 +116,13 @@ class Shadow:
 
     def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """State for a curved parameter from its present value; ValueError with its name where that cannot be."""
+        self._refuse_shards(group, p, name)
         beta = self._resolve_beta(group, i, p, name)
-        try:
-            state = _rule.create_state(
-                p.detach(),
+        state: dict[str, Any] = self._on_every_rank(
+            p,
+            name,
+            lambda: _rule.create_state(
+                _shards.local(p),
                 beta=beta,
                 combine=group["combine"],
                 structure=group["structure"],
@@ -126,13 +131,35 @@ class Shadow:
                 residual_rank=group["residual_rank"],
                 amsgrad=group.get("amsgrad", False),
                 seed=next(k for k, (_, _, q, _) in enumerate(self._members()) if q is p),
-            )
-        except ValueError as error:
-            raise ValueError(f"parameter {name}: {error}") from error
+            ),
+        )
+        if _shards.is_sharded(p) and p.numel():
+            weighted = state["mean_slope"] * state["raw"].numel()
+            state["mean_slope"] = _shards.total(p, weighted)[0] / p.numel()
         state["initial_rms"] = _rms(p)
-        self.state[p] = state
+        self.state[p] = _shards.assembled(p, state, group["batch_dims"], group["structure"])
         self._remember(p, self._any_n(state))
         self._check_pace(float(group["lr"]), beta, name)
+
+    @staticmethod
+    def _refuse_shards(group: dict[str, Any], p: Tensor, name: str) -> None:
+        reason = _shards.fault(p, group["batch_dims"], group["structure"])
+        if reason is None and _shards.is_sharded(p) and group["residual_rank"]:
+            reason = "residual_rank is not available for a DTensor; use residual_rank=0"
+        if reason:
+            raise ValueError(f"parameter {name}: {reason}")
+
+    @staticmethod
+    def _on_every_rank(p: Tensor, name: str, make: Callable[[], _Made]) -> _Made:
+        """make(), whose ValueError on one rank is one on all that hold a part of p: none goes on alone."""
+        made, fault = None, None
+        try:
+            made = make()
+        except ValueError as error:
+            fault = error
+        if any(_shards.anywhere([p], [fault is not None])):
+            raise ValueError(f"parameter {name}: {fault or 'its part on another rank has the fault'}") from fault
+        return made  # type: ignore[return-value]
 
     def _check_pace(self, lr: float, beta: float, name: str) -> None:
         if lr * beta > 0.5:
@@ -145,12 +172,25 @@ class Shadow:
     def _ensure(self, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """(group, state) of a curved parameter, for the accessors."""
         group, i, name = self._find(p)
+        self._refuse_alone(group, i, p, name)
         if not self._is_curved(group, i, p, name):
             raise KeyError(f"parameter {name} is not curved; named_curved() lists those that are")
         if p.is_meta:
             raise ValueError(f"parameter {name} is on the meta device and has no values yet")
-        self._settle(group, i, p, name)
+        if not _shards.is_sharded(p):  # its ranks take edits in together, in step() and state_dict()
+            self._settle(group, i, p, name)
         return group, self.state[p]
+
+    def _refuse_alone(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
+        """RuntimeError where an answer would take all ranks: one that asks alone would wait for ever."""
+        if self._waits(group, i, p):
+            raise RuntimeError(
+                f"parameter {name} is a DTensor and has no state yet; all ranks make it together, in step() or state_dict(): call "
+                "one of them on every rank first"
+            )
+
+    def _waits(self, group: dict[str, Any], i: int, p: Tensor) -> bool:
+        return _shards.is_sharded(p) and not p.is_meta and not self.state.get(p) and bool(self._choice(group, i, p))
 
     def _has_raw(self, p: Tensor) -> bool:
         return "raw" in self.state.get(p, {})
@@ -181,7 +221,7 @@ class Shadow:
                     key = _rule.moment_key(name, "max_exp_avg_sq")
                     if key not in state:
                         state[key] = torch.zeros_like(state[name])
-        return _rule.views(state, group["batch_dims"], amsgrad)
+        return _rule.views(_shards.local_state(state), group["batch_dims"], amsgrad)
 
     def _curve(self, p: Tensor, group: dict[str, Any]) -> Curve:
         learned = learned_kinds(group)
@@ -191,42 +231,56 @@ class Shadow:
 
     def _remember(self, p: Tensor, has_n: bool) -> None:
         """p is the map of its raw now."""
-        known = self._seen.get(p)
-        storage = known.storage if known and _same_storage(known, p) else StorageWeakRef(p.untyped_storage())
-        self._seen[p] = _Seen(p._version, storage, _layout(p), p.device, p.dtype, has_n)
+        known, part = self._seen.get(p), _shards.local(p)
+        storage = known.storage if known and _same_storage(known, part) else StorageWeakRef(part.untyped_storage())
+        self._seen[p] = _Seen(_versions(p, part), storage, _layout(part), p.device, p.dtype, has_n)
 
     @staticmethod
     def _any_n(state: dict[str, Any]) -> bool:
         first = state["scale_row"] if "scale_row" in state else state["scale_col"]
-        return bool((first[..., KINDS.index("n")] != 0).any())
+        return bool((_shards.local(first)[..., KINDS.index("n")] != 0).any())
 
     # ------------------------------------------------------------------------------------------------ edits from outside
 
     def _check_edit(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """Take an edit of p from outside into raw before the step reads it."""
-        seen = self._seen.get(p)
-        untouched = (
+        if self._may_be_edited(group, p):
+            self._take(group, i, p, name)
+
+    def _may_be_edited(self, group: dict[str, Any], p: Tensor) -> bool:
+        seen, part = self._seen.get(p), _shards.local(p)
+        return not (
             seen is not None
             and group["check_edits"] == "tracked"
-            and seen.version == p._version
+            and seen.version == _versions(p, part)
             and seen.device == p.device
             and seen.dtype == p.dtype
-            and _same_storage(seen, p)
+            and _same_storage(seen, part)
         )
-        if not untouched:
-            self._take(group, i, p, name)
+
+    def _agree_on_edits(self, members: Iterable[tuple[dict[str, Any], Tensor]]) -> None:
+        """What one rank would look at, all look at: an edit may touch one rank's part alone, and FSDP moves storages of some."""
+        sharded = [(group, p) for group, p in members if _shards.is_sharded(p) and p in self._seen]
+        flags = [self._may_be_edited(group, p) for group, p in sharded]
+        for (_, p), flag in zip(sharded, _shards.anywhere([p for _, p in sharded], flags), strict=True):
+            if flag:
+                self._forget(p)
+
+    def _forget(self, p: Tensor) -> None:
+        """The next look at p is at its values."""
+        self._seen[p] = self._seen[p]._replace(version=(-1, -1))
 
     def _take(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """raw <- inverse(p) at the elements where p differs from map(raw); the other elements keep their bits."""
         self._follow(p)
         state = self.state[p]
-        view, curve = self._views(p, group), self._curve(p, group)
-        differs = differing(p.detach(), _rule.push(view, curve).view(p.shape))
-        if bool(differs.any()):
+        view, curve, part = self._views(p, group), self._curve(p, group), _shards.local(p)
+        differs = differing(part, _rule.push(view, curve).view(part.shape))
+        if any(_shards.anywhere([p], [bool(differs.any())])):
             if float(state["step"]) == 0:
                 self._create(group, i, p, name)
                 return
-            if not bool(torch.isfinite(p.detach()[differs]).all()):
+            if any(_shards.anywhere([p], [not bool(torch.isfinite(part[differs]).all())])):
                 raise ValueError(
                     f"parameter {name} was edited and has non-finite weights; repair it before the next step"
                 )
@@ -235,7 +289,7 @@ class Shadow:
 
     def _invert_at(self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str) -> None:
         shape = view.raw.value.shape
-        target = p.detach().to(torch.float64).reshape(shape)
+        target = _shards.local(p).to(torch.float64).reshape(shape)
         if (low_rank := _rule.residual(view)) is not None:
             target = target - low_rank.double()
         scales = [
@@ -250,7 +304,7 @@ class Shadow:
             previous=view.raw.value[mask],
         )
         lost = int((~exists).sum())
-        if 2 * lost > p.numel():
+        if 2 * _shards.total(p, lost)[0] > p.numel():
             self._restart_scales(p, state, target, curve, name)
             return
         view.raw.value[mask] = raw.to(view.raw.value.dtype)
@@ -269,10 +323,10 @@ class Shadow:
         )
         group, _, _ = self._find(p)
         start = self._scale_init(group, float(curve.beta))
-        try:
-            raw = _rule.inverse(target, start, beta=float(curve.beta), combine=curve.combine)
-        except ValueError as error:
-            raise ValueError(f"parameter {name}: {error}") from error
+        raw = self._on_every_rank(
+            p, name, lambda: _rule.inverse(target, start, beta=float(curve.beta), combine=curve.combine)
+        )
+        state = dict(_shards.local_state(state))
         first = "scale_row" if "scale_row" in state else "scale_col"
         for factor in ("scale_row", "scale_col"):
             if factor in state:
@@ -288,7 +342,8 @@ class Shadow:
         """Take parameters as they are now: raw is recomputed where p differs from map(raw).
 
         Called by itself when an edit is seen (`check_edits`); call it after edits that cannot be seen, such as
-        `p.data.mul_(0.5)`. Moments are kept; while a parameter has taken no step its state is made anew, beta included.
+        `p.data.mul_(0.5)`. Moments are kept; while a parameter has taken no step its state is made anew, beta included. With
+        DTensors every rank must call it, with the same parameters.
 
         Args:
             params: parameters to look at; None (default) means every curved one that has state.
@@ -325,6 +380,7 @@ class Shadow:
 
         Raises:
             KeyError: p is not a curved parameter of this optimizer. ValueError: p has no values, or none with an inverse.
+            RuntimeError: p is a DTensor and has no state yet, which its ranks make together in step() or state_dict().
 
         Example:
             >>> from seloptim import SELAdam
@@ -348,21 +404,24 @@ class Shadow:
             (torch.Size([3, 1]), torch.Size([1, 2]))
         """
         group, state = self._ensure(p)
-        lead = tuple(p.shape[: group["batch_dims"]])
-        inner = tuple(p.shape[group["batch_dims"] :])
+        part = _shards.local(p).shape
+        lead, inner = tuple(part[: group["batch_dims"]]), tuple(part[group["batch_dims"] :])
         ones = torch.ones((), dtype=state["raw"].dtype, device=state["raw"].device)
 
         def factor(key: str, k: int, is_row: bool) -> Tensor:
             if key not in state:
                 return ones.expand((1,) * p.dim())
-            values = state[key][..., k]
+            values = _shards.local(state[key])[..., k]
             if not inner:
                 return values.reshape(lead)
             if is_row:
-                return values.reshape(*lead, -1, *(1,) * (len(inner) - 1))
+                return values.reshape(*lead, values.shape[-1], *(1,) * (len(inner) - 1))
             return values.reshape(*lead, 1, *inner[1:])
 
-        return {kind: (factor("scale_row", k, True), factor("scale_col", k, False)) for k, kind in enumerate(KINDS)}
+        def whole(key: str, k: int, is_row: bool) -> Tensor:
+            return _shards.broadcasting(p, factor(key, k, is_row), state.get(key), group["batch_dims"], is_row)
+
+        return {kind: (whole("scale_row", k, True), whole("scale_col", k, False)) for k, kind in enumerate(KINDS)}
 
     @torch.no_grad()
     def beta(self, p: Tensor) -> float:
@@ -386,12 +445,15 @@ class Shadow:
             ['weight']
         """
         for group, i, p, name in self._members():
+            self._refuse_alone(group, i, p, name)
             if self._is_curved(group, i, p, name):
                 yield name, p
 
     @torch.no_grad()
     def describe(self) -> str:
         """A table of every parameter: shape, curved or why not, beta, mean slope, bytes of state. Print it before training.
+
+        Of a DTensor it shows the mean slope when its state was made and the bytes on this rank, and asks no other rank.
 
         Example:
             >>> from seloptim import SELAdam
@@ -401,14 +463,20 @@ class Shadow:
         """
         rows = [("name", "shape", "curved", "beta", "mean slope", "state bytes")]
         for group, i, p, name in self._members():
-            curved = self._is_curved(group, i, p, name)
             shape = "x".join(map(str, p.shape)) or "scalar"
+            if self._waits(group, i, p):
+                rows.append((name, shape, "decided in step()", "-", "-", "-"))
+                continue
+            curved = self._is_curved(group, i, p, name)
             if not curved or p.is_meta or not p.requires_grad:
                 rows.append((name, shape, self._why(group, i, p, curved), "-", "-", str(self._plain_bytes(p))))
                 continue
             _, state = self._ensure(p)
-            size = sum(v.numel() * v.element_size() for v in state.values() if isinstance(v, Tensor))
-            slope = float(self._slope(p, group).mean(dtype=torch.float64)) if p.numel() else math.nan
+            parts = [_shards.local(v) for v in state.values() if isinstance(v, Tensor)]
+            size = sum(v.numel() * v.element_size() for v in parts)
+            slope = state["mean_slope"] if p.numel() else math.nan
+            if p.numel() and not _shards.is_sharded(p):
+                slope = float(self._slope(p, group).mean(dtype=torch.float64))
             rows.append((name, shape, group["combine"], f"{state['beta']:.4g}", f"{slope:.4g}", str(size)))
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = []
@@ -438,7 +506,8 @@ class Shadow:
         the factors, and the two maps are subtracted. That is exact to rounding as long as the group's lr and betas are those of
         the step and no edit, load or conversion came in between; a scheduler that has already moved lr on changes both sizes in
         proportion, and hardly their ratio. Above 16,384 weights a fixed sample of that many, spread evenly over the tensor,
-        stands for all (an error of about 2 %); the other numbers are over all weights.
+        stands for all (an error of about 2 %); the other numbers are over all weights. Of a DTensor they are over this rank's part: nothing
+        is sent, and one rank may call alone.
 
         Cost: 1.3 steps of the optimizer at 1024 x 1024, 1.9 at 1024 x 256, 2.3 at 64 x 64 (eager steps, one thread of a shared
         CPU, torch 2.13): about 2 % of the optimizer's time when called every 100 steps. Measured by
@@ -451,7 +520,7 @@ class Shadow:
             NaN means that weights are not finite.
 
         Raises:
-            ValueError: state does not exist yet and a weight is not finite or has no inverse, by name.
+            ValueError: state does not exist yet and a weight is not finite or has no inverse, by name. RuntimeError: as raw().
 
         Example:
             >>> from seloptim import SELAdam
@@ -469,15 +538,15 @@ class Shadow:
         """
         found: list[tuple[str, dict[str, Tensor]]] = []
         for group, i, p, name in self._members():
-            if p.is_meta or not p.numel() or not (p.requires_grad or self._has_raw(p)):
+            part = _shards.local(p)
+            if p.is_meta or not part.numel() or not (p.requires_grad or self._has_raw(p)):
                 continue
+            self._refuse_alone(group, i, p, name)
             if self._is_curved(group, i, p, name):
                 if not self._has_raw(p):
                     self._create(group, i, p, name)
                 rms, last = self.state[p].get("initial_rms", 0.0), self._last_step(group, p)
-                found.append(
-                    (name, _stats.measure(p.detach(), self._views(p, group), self._curve(p, group), rms, last))
-                )
+                found.append((name, _stats.measure(part, self._views(p, group), self._curve(p, group), rms, last)))
         return _stats.gather(found)
 
     def _last_step(self, group: dict[str, Any], p: Tensor) -> _stats.LastStep | None:
@@ -486,7 +555,7 @@ class Shadow:
 
     def _plain_bytes(self, p: Tensor) -> int:
         """State of a parameter that is not curved: Adam's two moments."""
-        return 2 * p.numel() * p.element_size()
+        return 2 * _shards.local(p).numel() * p.element_size()
 
     def _why(self, group: dict[str, Any], i: int, p: Tensor, curved: bool) -> str:
         if curved:
@@ -501,6 +570,10 @@ class Shadow:
     def _slope(self, p: Tensor, group: dict[str, Any]) -> Tensor:
         """d weight / d raw, elementwise, in p's shape."""
         return _rule.slope(self._views(p, group), self._curve(p, group)).view(p.shape)
+
+
+def _versions(p: Tensor, part: Tensor) -> tuple[int, int]:
+    return p._version, part._version if _shards.is_sharded(p) else 0
 
 
 def differing(weight: Tensor, mapped: Tensor) -> Tensor:

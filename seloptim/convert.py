@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from . import _rule
+from . import _rule, _shards
 
 if TYPE_CHECKING:
     from .optimizer import SELAdam
@@ -35,7 +35,13 @@ ADAM_OPTIONS = (
 GROUP_KEYS = (*ADAM_OPTIONS, "initial_lr", "param_names", "params")
 
 
-def from_adam(adam: Mapping[str, Any], state: dict[str, Any], view: _rule.Views, curve: _rule.Curve) -> None:
+def from_adam(
+    adam: Mapping[str, Any],
+    state: dict[str, Any],
+    view: _rule.Views,
+    curve: _rule.Curve,
+    sums: _shards.Sums | None = None,
+) -> None:
     """Put the moments and the step of an Adam state into a fresh SELAdam state of the same parameter, in place.
 
     The gradient of a factor is a sum of the weights' gradients, so that its exp_avg follows exactly and its exp_avg_sq as that
@@ -46,6 +52,9 @@ def from_adam(adam: Mapping[str, Any], state: dict[str, Any], view: _rule.Views,
     first, second, *largest = (adam[key].to(raw.value).view_as(raw.value) for key in POWERS if key in adam)
     slope = _rule.slope(view, curve)
     mean, square = _rule.pull(first, view, curve), _rule.pull_squares(second, view, curve)
+    if sums is not None:
+        factors = [(getattr(found, name), name) for found in (mean, square) for name in ("scale_row", "scale_col")]
+        _shards.add_up([(part, sums.mesh, getattr(sums, name)) for part, name in factors if part is not None])
     for slot, exp_avg, exp_avg_sq in zip(view, mean, square, strict=True):
         if slot is None or exp_avg is None or exp_avg_sq is None:
             continue
@@ -136,6 +145,12 @@ def to_adam_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _moments(saved: Mapping[str, Any], group: Mapping[str, Any], key: Any) -> dict[str, Any]:
+    if any(_shards.is_sharded(value) for value in saved.values()):
+        raise ValueError(
+            f"parameter {key}: its state is cut over ranks; gather it before, with get_optimizer_state_dict(model, optimizer, "
+            "options=StateDictOptions(full_state_dict=True)) of torch.distributed.checkpoint.state_dict, and convert that with "
+            "to_adam_state"
+        )
     curved = "raw" in saved
     weight_like = saved.get("raw" if curved else "exp_avg")
     shape = weight_like.shape if isinstance(weight_like, Tensor) else torch.Size()

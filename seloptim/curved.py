@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _execute, _rule
+from . import _execute, _rule, _shards
 from ._base import SELOptimizer
 from ._options import SEL_DEFAULTS, near_names, scale_rates
 from ._rule import Hyper
@@ -92,6 +92,14 @@ class Curved(SELOptimizer):
                 f"the scales of {self.optimizer_class.__name__}'s parameters would move by {fastest:.3g} a step, from 1: they "
                 f"take Adam steps of lr * scale_lr with lr = {float(group['lr']):g}; pass a smaller scale_lr, or structure='none'",
                 stacklevel=2,
+            )
+
+    @staticmethod
+    def _refuse_shards(group: dict[str, Any], p: Tensor, name: str) -> None:
+        if _shards.is_sharded(p):
+            raise ValueError(
+                f"parameter {name} is a DTensor, of which Curved would show the inner optimizer one rank's part; use SELAdam for "
+                "sharded parameters, or DistributedDataParallel with Curved"
             )
 
     def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:

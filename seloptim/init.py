@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from seloptim import _shards
 from seloptim.functional import sel_forward, sel_inverse
 
 RULES = ("auto", "width")
@@ -28,7 +29,8 @@ def calibrate_beta(tensor: Tensor, rule: str = "auto") -> float:
         width:  max(2, 0.276 * sqrt((rows + cols) / 2))
 
     Arguments:
-        tensor: the initial weights of one parameter (of one slice, for stacked matrices), real floating, finite.
+        tensor: the initial weights of one parameter (of one slice, for stacked matrices), real floating, finite. A DTensor
+            counts as a whole: every rank must call.
         rule: "auto", from the size of the weights, or "width", from the shape. Default "auto".
 
     Returns:
@@ -115,7 +117,9 @@ def shrink(weight: Tensor, *scales: float, beta: float) -> Tensor:
 
 
 def _mismatch(weight: Tensor, beta: float | str) -> None:
-    weight.copy_(shrink(weight, beta=calibrate_beta(weight, beta) if isinstance(beta, str) else beta))
+    beta = calibrate_beta(weight, beta) if isinstance(beta, str) else beta
+    part = _shards.local(weight)
+    part.copy_(shrink(part, beta=beta))
 
 
 def _is_curved(name: str, p: Tensor, beta: float | str, curved: Curved) -> bool:
@@ -129,4 +133,7 @@ def _is_curved(name: str, p: Tensor, beta: float | str, curved: Curved) -> bool:
 def _rms(tensor: Tensor) -> float:
     if tensor.numel() == 0:
         return 0.0
-    return torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).item() / math.sqrt(tensor.numel())
+    norm = torch.linalg.vector_norm(_shards.local(tensor), dtype=torch.float64).item()
+    if _shards.is_sharded(tensor):
+        norm = math.sqrt(_shards.total(tensor, norm * norm)[0])
+    return norm / math.sqrt(tensor.numel())

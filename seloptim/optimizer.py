@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim.adam import Adam, adam
 
-from . import _execute, _rule
+from . import _execute, _rule, _shards
 from ._base import SELOptimizer
 from ._options import SEL_DEFAULTS, check_betas, near_names, scale_rates
 from ._rule import Hyper
@@ -177,12 +177,16 @@ class SELAdam(SELOptimizer):
 
         Such a first step is not counted, since without a checkpoint it would not have been taken.
         """
-        return all(
+        only = all(
             not (isinstance(group["lr"], float) and group["lr"])
             and float(self.state[p]["step"]) == 0
             and float(group["lr"]) == 0
             for group, _, p, _ in members
-        ) and not any(bool(p.grad.any()) for _, _, p, _ in members if p.grad is not None)
+        )
+        if not only:
+            return False
+        params = [p for _, _, p, _ in members]
+        return not any(_shards.anywhere(params, [bool(_shards.local_grad(p).any()) for p in params]))
 
     def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
         """State of a parameter that is not curved, as torch.optim.Adam makes it, where p lives now."""
@@ -237,7 +241,8 @@ class SELAdam(SELOptimizer):
         state, (group, _, _) = self.state[p], self._find(p)
         for key, value in saved.items():
             if isinstance(value, Tensor) and key != "step":
-                state[key] = value.detach().to(p.device, copy=True)
+                placed = _shards.placed(p, key, value.detach(), 0, "row_col")
+                state[key] = placed.to(p.device, copy=True)
         # torch asks the saved group, whose capturable and fused may be another optimizer's.
         state["step"] = as_step(saved["step"]).to(_step_device(group, p))
         if not ours:
@@ -247,7 +252,8 @@ class SELAdam(SELOptimizer):
         adam_state = self.state.get(p)
         super()._create(group, i, p, name)
         if adam_state and "from_adam" in adam_state:
-            from_adam(adam_state, self.state[p], self._views(p, group), self._curve(p, group))
+            view, curve, sums = self._views(p, group), self._curve(p, group), _shards.sums(p, self.state[p])
+            from_adam(_shards.local_state(adam_state), self.state[p], view, curve, sums)
 
 
 def _step_device(group: Mapping[str, Any], p: Tensor) -> torch.device:

@@ -58,6 +58,8 @@ def log_scales(writer: SummaryWriter, optimizer: Shadow, step: int, *, histogram
 
 
 def _add_histogram(writer: SummaryWriter, name: str, values: Tensor, step: int) -> None:
+    if hasattr(values, "to_local"):  # a DTensor's other parts would take the other ranks
+        values = values.to_local()  # type: ignore[attr-defined]
     values = values.detach().flatten().float()  # numpy has no bfloat16
     values = values[torch.isfinite(values)]
     if values.numel():

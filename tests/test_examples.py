@@ -1,5 +1,6 @@
 """The example scripts, each as a user starts it, in a short form."""
 
+import importlib
 import importlib.util
 import os
 import re
@@ -8,11 +9,13 @@ import subprocess
 import sys
 import time
 from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.flop_counter
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = [
@@ -33,6 +36,9 @@ TINY = [
 ]
 
 
+sys.path.insert(0, str(EXAMPLES))  # the script's own folder, as Python has it
+
+
 def load_train_gpt() -> Any:
     spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLES / "train_gpt.py")
     assert spec is not None and spec.loader is not None
@@ -42,15 +48,16 @@ def load_train_gpt() -> Any:
 
 
 train_gpt = load_train_gpt()
+gpt_presets: Any = importlib.import_module("gpt_presets")
 
 
-def start(script: str, *flags: str) -> subprocess.Popen[str]:
+def start(script: str, *flags: str, launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
     # One thread: tiny matrices gain nothing from two, and on a busy machine two wait for each other.
     root = str(EXAMPLES.parent)
     path = os.pathsep.join([root, os.environ["PYTHONPATH"]]) if "PYTHONPATH" in os.environ else root
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / script), *flags],
+        [sys.executable, *launcher, str(EXAMPLES / script), *flags],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -58,8 +65,8 @@ def start(script: str, *flags: str) -> subprocess.Popen[str]:
     )
 
 
-def run(script: str, *flags: str) -> str:
-    process = start(script, *flags)
+def run(script: str, *flags: str, launcher: Sequence[str] = ()) -> str:
+    process = start(script, *flags, launcher=launcher)
     out, err = process.communicate(timeout=80)
     assert process.returncode == 0, err
     return out
@@ -307,6 +314,8 @@ def refusal(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
         ("--beta 0.5", "--beta: must be at least 1"),
         ("--beta wide", "--beta: invalid beta value"),
         ("--optimizer sgd", "--optimizer: invalid choice: 'sgd'"),
+        ("--preset 512x12", "--preset: invalid choice: '512x12'"),
+        ("--parallel ddp", "--parallel ddp or fsdp goes with torchrun: torchrun --nproc-per-node=2"),
         ("--stepz 3", "unrecognized arguments: --stepz 3"),
         ("--width 30 --heads 4", "--width 30 is no multiple of --heads 4"),
         ("--device nowhere", "--device nowhere: "),
@@ -376,3 +385,86 @@ def test_without_tqdm_there_is_no_bar_and_all_else_works(
     monkeypatch.setattr(train_gpt, "tqdm", None)
     main("--data", text, "--steps", "2")
     assert "sel val_loss" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------------------------- many processes
+
+
+def torchrun(*flags: str) -> str:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    return run("train_gpt.py", *flags, launcher=launcher)
+
+
+def assert_near(a: Any, b: Any, where: str = "") -> None:
+    """Equal to rounding, all the way down, but for the times that a run took."""
+    if isinstance(a, dict):
+        assert a.keys() == b.keys(), where
+        for key in a.keys() - {"seconds", "optimizer_seconds"}:
+            assert_near(a[key], b[key], f"{where}.{key}")
+    elif isinstance(a, list | tuple):
+        assert len(a) == len(b), where
+        for i, (x, y) in enumerate(zip(a, b, strict=True)):
+            assert_near(x, y, f"{where}[{i}]")
+    elif isinstance(a, torch.Tensor):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=lambda text: f"{where}: {text}")
+    else:
+        assert a == (pytest.approx(b, rel=1e-5) if isinstance(b, float) else b), where
+
+
+def test_two_processes_train_as_one_and_go_on_from_each_other(tmp_path: Path, text: str) -> None:
+    """ddp, then fsdp from its checkpoint, are one process's training with the same flags; the checkpoints are of one kind."""
+    whole, ddp, fsdp = (str(tmp_path / name) for name in ("whole.pt", "ddp.pt", "fsdp.pt"))
+    flags = ["--data", text, "--lr", "1e-3", "--accumulate", "2", "--anneal-steps", "8"]
+    out = torchrun(*TINY, *flags, "--steps", "4", "--parallel", "ddp", "--save", ddp)
+    assert out.count("val_loss") == 2, "the first process alone speaks"
+    main(*flags, "--steps", "4", "--save", whole)
+    assert_near(read(ddp)["runs"], read(whole)["runs"])
+    out = torchrun("--resume", ddp, "--steps", "8", "--parallel", "fsdp", "--save", fsdp)
+    main("--resume", whole, "--steps", "8", "--save", whole)
+    assert_near(read(fsdp)["runs"], read(whole)["runs"])
+    assert val_losses(out, "sel")[1] == pytest.approx(read(whole)["runs"]["sel"]["history"]["val"][-1][1], abs=1e-3)
+    assert out.count("optimizer state, MiB") == 1
+    main("--resume", fsdp, "--steps", "9")
+
+
+@pytest.mark.parametrize("name", [f"{width}x{depth}" for width in (1024, 2048, 3072) for depth in (12, 24, 36)])
+def test_a_preset_builds_and_is_what_its_estimate_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match=r"^2$"):
+        train_gpt.main(["--preset", name, "--data", "missing"])
+    out, err = capsys.readouterr()
+    assert "missing" in err, "the estimate stands before anything is read or built"
+    args, _ = train_gpt.parse(["--preset", name, "--init", "preserve"])  # the other one needs weights
+    assert f"{args.width}x{args.depth}" == name
+    with torch.device("meta"):
+        model = train_gpt.GPT(args.vocabulary, args.width, args.depth, args.heads, args.context)
+    parameters = sum(p.numel() for p in model.parameters())
+    optimizer = train_gpt.make_optimizer("sel", model, args)
+    curved = sum(p.numel() for _, p in optimizer.named_curved())
+    assert f"parameters   {parameters:,}, of which {curved:,} in matrix products" in out
+    assert out.count("GiB on each of 1 processes") == 2 and "EFLOP for 150,000 steps" in out
+    assert optimizer.defaults["beta"] == "width" and optimizer.param_groups[0]["scale_lr"]["e"] == [50.0, 8.0]
+
+
+def test_the_estimates_are_what_is_held_and_done() -> None:
+    """On a size that can be run: bytes of weights, gradients and state, and products counted by torch."""
+    args = train_gpt.make_parser().parse_args([*TINY, "--vocabulary", "50"])
+    model = train_gpt.GPT(50, args.width, args.depth, args.heads, args.context)
+    inputs = torch.zeros(1, args.context, dtype=torch.long)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        model(inputs, inputs, train_gpt.plain_loss).backward()
+    counts = {str(op): flops for op, flops in counter.get_flop_counts()["Global"].items()}
+    found = gpt_presets.estimate(args, 1)
+    products = sum(flops for op, flops in counts.items() if "attention" not in op)
+    attention = 6 * args.depth * args.width * args.context
+    assert products == (found.flops_per_token - attention) * args.context
+    assert found.flops == found.flops_per_token * args.context * args.batch * args.accumulate * args.steps
+    for name in ("adam", "sel"):
+        optimizer = train_gpt.make_optimizer(name, model, args)
+        optimizer.step()
+        state = [t for s in optimizer.state.values() for key, t in s.items() if torch.is_tensor(t) and key != "step"]
+        held = sum(
+            t.nbytes for t in [*state, *model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        )
+        assert found.bytes_each[name] == held
+    args.parallel = "fsdp"
+    assert gpt_presets.estimate(args, 8).bytes_each["sel"] == found.bytes_each["sel"] // 8
