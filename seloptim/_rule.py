@@ -353,7 +353,9 @@ def pull(grad: Tensor, state: Views, curve: Curve, scales: Scales | None = None)
     # sums; its own weight meets it in grad * slope. On an accelerator a look at the sums would make the host wait.
     careful = grad.device.type != "cpu"
     grad_row, grad_col = _sums(shares, scales, careful)
-    if not careful and not math.isfinite(sum(found.sum() for found in (grad_row, grad_col) if found is not None)):
+    if not careful and not all(
+        math.isfinite(found.detach().sum()) for found in (grad_row, grad_col) if found is not None
+    ):
         grad_row, grad_col = _sums(shares, scales, True)
     grad_b = grad_a = None
     if state.residual_b is not None and state.residual_a is not None:
