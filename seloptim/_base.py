@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule
-from ._options import SEL_DEFAULTS, check_beta, check_group, near_names, scale_rates
+from ._options import SEL_DEFAULTS, check_beta, check_group, device_scale_rates, near_names, scale_rates
 from ._shadow import Shadow, differing
 from .convert import as_step, check_layout
 from .init import shrink
@@ -57,6 +57,9 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
     def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
         raise NotImplementedError
 
+    def _refuse_step(self, group: dict[str, Any], p: Tensor, name: str) -> None:
+        """What can be wrong with the options of a group that was changed since it was added."""
+
     def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
         raise NotImplementedError
 
@@ -69,23 +72,46 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
     def _reinstall_plain(self, p: Tensor, saved: dict[str, Any], ours: bool) -> None:
         raise NotImplementedError
 
+    def _counter_device(self, group: Mapping[str, Any], p: Tensor) -> torch.device:
+        """Where p's count of steps lives. On another device than the host it is never read in a step."""
+        return torch.device("cpu")
+
     def _items(self, group: dict[str, Any], params: list[Tensor]) -> list[_execute.Item]:
         """What the stages need of each curved parameter, as it is before the step."""
-        rates: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        counts = self._counts(group, params)
         items = []
-        for p in params:
+        for p, (step, rates) in zip(params, counts, strict=True):
             state = self.state[p]
-            done = float(state["step"])
-            key = (done, state["raw"].dtype, p.device)
-            if key not in rates:
-                rates[key] = torch.tensor(scale_rates(group, done), dtype=state["raw"].dtype, device=p.device)
             assert p.grad is not None
             slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
             view, curve = self._views(p, group), self._curve(p, group)
-            items.append(_execute.Item(p, p.grad, view, curve, done + 1, slope, rates[key]))
+            items.append(_execute.Item(p, p.grad, view, curve, step, slope, rates))
             # Until the step is through, only the values can tell where an interruption has left p and raw.
             self._seen[p] = self._seen[p]._replace(version=-1)
         return items
+
+    def _counts(self, group: dict[str, Any], params: list[Tensor]) -> list[tuple[float | Tensor, Tensor]]:
+        """(count of steps with this one, multiples of lr for the scales) of each parameter."""
+        rates: dict[tuple[float, torch.dtype], Tensor] = {}
+        found: dict[Tensor, tuple[float | Tensor, Tensor]] = {}
+        counted: dict[torch.device, list[Tensor]] = {}
+        for p in params:
+            if self._counts_there(group, p):
+                counted.setdefault(p.device, []).append(p)
+                continue
+            done, dtype = float(self.state[p]["step"]), self.state[p]["raw"].dtype
+            if (done, dtype) not in rates:
+                rates[done, dtype] = torch.tensor(scale_rates(group, done), dtype=dtype, device="cpu")
+            found[p] = done + 1, rates[done, dtype]
+        for members in counted.values():
+            done = torch.stack([self.state[p]["step"] for p in members]).double()
+            for p, step, rate in zip(members, done + 1, device_scale_rates(group, done), strict=True):
+                found[p] = step, rate.to(self.state[p]["raw"].dtype)
+        return [found[p] for p in params]
+
+    def _counts_there(self, group: Mapping[str, Any], p: Tensor) -> bool:
+        """Whether p's count of steps lives on its device."""
+        return self._counter_device(group, p).type != "cpu"
 
     # ------------------------------------------------------------------------------------------------------------ groups
 
@@ -134,10 +160,6 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 "seloptim.transform differentiates through steps, with torchopt"
             )
         for p, name in candidates:
-            if group["capturable"]:
-                raise ValueError(
-                    f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
-                )
             if p.dim() < group["batch_dims"]:
                 raise ValueError(
                     f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
@@ -202,7 +224,12 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
+        # On the host what is found must be read here; the kernels of a device look at it themselves.
+        if (
+            found_inf is not None
+            and not all(self._counts_there(g, p) for g, _, p, _ in self._members())
+            and bool(found_inf)
+        ):
             return loss
         curved: list[tuple[dict[str, Any], list[Tensor]]] = []
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
@@ -213,6 +240,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients (parameter {name}), please consider SparseAdam instead"
                 )
+        for group, _, p, name in with_grad:
+            self._refuse_step(group, p, name)
         for group, i, p, name in with_grad:
             kind = plain
             if self._is_curved(group, i, p, name):
@@ -351,7 +380,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for key, value in saved.items():
                 if isinstance(value, Tensor) and key != "step":
                     state[key] = value.detach().to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)
-            state["step"] = as_step(saved["step"])
+            state["step"] = as_step(saved["step"]).to(self._counter_device(group, p))
             change = self._restore(group, p)
             if change > 0:
                 moved.append((name, change))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import Adam, adam
+from torch.optim.optimizer import _get_capturable_supported_devices
 
 from . import _execute, _rule
 from ._base import SELOptimizer
@@ -135,10 +136,38 @@ class SELAdam(SELOptimizer):
 
     def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
         super()._refuse(group, candidates)
-        if group["fused"] and candidates:
+        for _, name in candidates:
+            self._refuse_capturable(group, name)
+        if group["fused"]:
             for p, name in candidates:
                 self._refuse_fused(group, p, name)
-            _execute.native_is_ready(compile=True)
+            for device in {p.device.type for p, _ in candidates} & _execute.NATIVE.keys():
+                _execute.native_is_ready(device, compile=True)
+
+    @staticmethod
+    def _refuse_capturable(group: dict[str, Any], name: str) -> None:
+        """What the host would have to read from a device in every step."""
+        if not group["capturable"]:
+            return
+        if group["check_edits"] == "full":
+            raise ValueError(
+                f"capturable=True cannot have check_edits='full' (parameter {name}): the values are looked at on the host in every "
+                "step; use check_edits='tracked'"
+            )
+        if any(isinstance(b, Tensor) and b.device.type != "cpu" for b in group["betas"]):
+            raise ValueError(
+                f"capturable=True cannot have betas on a device (parameter {name}): they are read on the host; use numbers"
+            )
+
+    def _refuse_step(self, group: dict[str, Any], p: Tensor, name: str) -> None:
+        self._refuse_capturable(group, name)
+        if group["capturable"] and not group["fused"]:
+            supported = _get_capturable_supported_devices()
+            if p.device.type not in supported:
+                # torch.optim.Adam's own words, before anything has moved
+                raise AssertionError(
+                    f"If capturable=True, params and state_steps must be on supported devices: {supported}."
+                )
 
     @staticmethod
     def _refuse_fused(group: dict[str, Any], p: Tensor, name: str) -> None:
@@ -152,6 +181,16 @@ class SELAdam(SELOptimizer):
         if group["fused"]:
             self._refuse_fused(group, p, name)
         super()._settle(group, i, p, name)
+        self._place_counter(group, p)
+
+    def _counter_device(self, group: Mapping[str, Any], p: Tensor) -> torch.device:
+        return p.device if group["capturable"] or group["fused"] else torch.device("cpu")
+
+    def _place_counter(self, group: dict[str, Any], p: Tensor) -> None:
+        """The count of steps where the group's options of now want it."""
+        device = self._counter_device(group, p)
+        if self.state[p]["step"].device != device:
+            self.state[p]["step"] = self.state[p]["step"].to(device)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -162,14 +201,23 @@ class SELAdam(SELOptimizer):
         items = self._items(group, params)
         device = params[0].device.type
         batched = group["foreach"] if group["foreach"] is not None else device != "cpu"
-        native = bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
-        native = native and device == "cpu" and _execute.native_is_ready(compile=bool(group["fused"]))
+        wanted = bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
+        native = {
+            device
+            for device in ({p.device.type for p in params} if wanted else ())
+            if _execute.native_is_ready(device, compile=bool(group["fused"]))
+        }
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         with torch.autocast(device, enabled=False):
             _execute.run(
-                items, _hyper(group), batched=batched, native=native, grad_scale=getattr(self, "grad_scale", None)
+                items, _hyper(group), batched=batched, native=native, grad_scale=grad_scale, found_inf=found_inf
             )
+        counts = [self.state[p]["step"] for p in params]
+        torch._foreach_add_(counts, 1.0)
+        if found_inf is not None:
+            # Not 0 only where a device skips the step by itself.
+            torch._foreach_sub_(counts, [found_inf.to(count.device, non_blocking=True) for count in counts])
         for p, item in zip(params, items, strict=True):
-            self.state[p]["step"] += 1
             self._remember(p, item.curve.has_n)
 
     def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
@@ -178,10 +226,7 @@ class SELAdam(SELOptimizer):
         Such a first step is not counted, since without a checkpoint it would not have been taken.
         """
         return all(
-            not (isinstance(group["lr"], float) and group["lr"])
-            and float(self.state[p]["step"]) == 0
-            and float(group["lr"]) == 0
-            for group, _, p, _ in members
+            _rule.is_zero(_hyper(group).lr) and float(self.state[p]["step"]) == 0 for group, _, p, _ in members
         ) and not any(bool(p.grad.any()) for _, _, p, _ in members if p.grad is not None)
 
     def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
@@ -190,8 +235,9 @@ class SELAdam(SELOptimizer):
         if state:
             state.pop("from_adam", None)
             self._follow(p)
+            self._place_counter(group, p)
             return
-        state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(group, p))
+        state["step"] = torch.zeros((), dtype=torch.float32, device=self._counter_device(group, p))
         for moment in _rule.MOMENTS if group["amsgrad"] else _rule.MOMENTS[:2]:
             state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
@@ -239,7 +285,7 @@ class SELAdam(SELOptimizer):
             if isinstance(value, Tensor) and key != "step":
                 state[key] = value.detach().to(p.device, copy=True)
         # torch asks the saved group, whose capturable and fused may be another optimizer's.
-        state["step"] = as_step(saved["step"]).to(_step_device(group, p))
+        state["step"] = as_step(saved["step"]).to(self._counter_device(group, p))
         if not ours:
             state["from_adam"] = 1  # slopes are known when the weights are: they may be loaded later
 
@@ -248,11 +294,6 @@ class SELAdam(SELOptimizer):
         super()._create(group, i, p, name)
         if adam_state and "from_adam" in adam_state:
             from_adam(adam_state, self.state[p], self._views(p, group), self._curve(p, group))
-
-
-def _step_device(group: Mapping[str, Any], p: Tensor) -> torch.device:
-    """Where torch.optim.Adam keeps the count of steps."""
-    return p.device if group["capturable"] or group["fused"] else torch.device("cpu")
 
 
 class SELAdamW(SELAdam):
