@@ -184,7 +184,8 @@ class SELAdam(SELOptimizer):
         self._place_counter(group, p)
 
     def _counter_device(self, group: Mapping[str, Any], p: Tensor) -> torch.device:
-        return p.device if group["capturable"] or group["fused"] else torch.device("cpu")
+        on_device = (group["capturable"] or group["fused"]) and not p.is_meta
+        return p.device if on_device else torch.device("cpu")
 
     def _place_counter(self, group: dict[str, Any], p: Tensor) -> None:
         """The count of steps where the group's options of now want it."""

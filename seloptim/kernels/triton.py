@@ -274,8 +274,8 @@ def _pull_and_update(
                 tl.store(place + 3, tl.sum(U * (e * n), 0)[None, :], mask=j < cols)
 
     # Adam on raw.
-    moves = inside & (tl.load(number + MOVES) != 0)
-    writes = inside & (tl.load(number + WRITES) != 0)
+    moves = tl.where(inside, tl.load(number + MOVES), 0.0) != 0
+    writes = tl.where(inside, tl.load(number + WRITES), 0.0) != 0
     avgs = _pointer(row, RAW + 1, dtype, aligned)
     sqs = _pointer(row, RAW + 2, dtype, aligned)
     avg = tl.load(avgs + at, mask=inside, other=0.0)
@@ -364,7 +364,7 @@ def _update_factors(
     grad = tl.where(inside, total * unit, 0.0)
 
     inside = entry < length
-    moves = inside & (tl.load(number + MOVES) != 0)
+    moves = tl.where(inside, tl.load(number + MOVES), 0.0) != 0
     avgs, sqs = _pointer(slot, 1, dtype, False), _pointer(slot, 2, dtype, False)
     value = tl.load(values + at)
     avg = tl.load(avgs + at) * tl.load(number + BETA1).to(dtype) + grad * tl.load(number + NOT_BETA1).to(dtype)
@@ -380,7 +380,7 @@ def _update_factors(
     rate = tl.load(number + KIND_RATES + kind).to(dtype)
     denominator = tl.sqrt(sq) * tl.load(number + CORRECTION).to(dtype) + tl.load(number + EPS).to(dtype)
     # A frozen kind has the rate 0, and 0/0 with eps = 0.
-    writes = inside & (tl.load(number + WRITES) != 0) & (rate != 0)
+    writes = (tl.where(inside, tl.load(number + WRITES), 0.0) != 0) & (rate != 0)
     tl.store(values + at, value - rate * (avg / denominator), mask=writes)
 
 
@@ -417,7 +417,7 @@ def _push(
         cn = _col_scales(row, b, cols, j, 3, has_col, dtype)
     beta = tl.load(number + BETA).to(dtype)
     weight = _map(raw, e, l, m, n, beta, ce, cl, cm, cn, congruent, has_n)
-    writes = inside & (tl.load(number + WRITES) != 0)
+    writes = tl.where(inside, tl.load(number + WRITES), 0.0) != 0
     tl.store(_pointer(row, WEIGHT, weight_dtype, aligned) + at, weight.to(weight_dtype), mask=writes)
 
 
