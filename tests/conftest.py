@@ -1,6 +1,13 @@
 """What holds for all tests."""
 
+import os
+
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Read when triton is imported, which already torch's compiler does.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from seloptim import _execute
 

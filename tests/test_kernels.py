@@ -59,16 +59,18 @@ def scattered(shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any
     return optimizer
 
 
-def twin(optimizer: SELAdam, options: dict[str, Any], dtype: torch.dtype | None = None) -> SELAdam:
+def twin(optimizer: SELAdam, options: dict[str, Any], dtype: torch.dtype | None = None, device: str = "cpu") -> SELAdam:
     """The same values under other options; `dtype` casts them exactly."""
     (p,) = optimizer.param_groups[0]["params"]
-    q = nn.Parameter(p.detach().to(dtype or p.dtype, copy=True))
-    q.grad = None if p.grad is None else p.grad.to(q.dtype)
+    q = nn.Parameter(p.detach().to(device, dtype or p.dtype, copy=True))
+    q.grad = None if p.grad is None else p.grad.to(device, q.dtype)
     other = SELAdam([q], curved="all", lr=optimizer.param_groups[0]["lr"], **options)
     other.raw(q)
     for key, value in optimizer.state[p].items():
         if isinstance(value, Tensor) and key != "step":
-            other.state[q][key] = value.to(other.state[q]["raw"].dtype, copy=True)
+            other.state[q][key] = value.to(device, other.state[q]["raw"].dtype, copy=True)
+        elif isinstance(value, Tensor):
+            other.state[q][key] = value.to(other.state[q][key].device, copy=True)
         else:
             other.state[q][key] = copy.deepcopy(value)
     other._remember(q, bool(optimizer._any_n(optimizer.state[p])))
