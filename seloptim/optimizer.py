@@ -217,7 +217,7 @@ class SELAdam(SELOptimizer):
         torch._foreach_add_(counts, 1.0)
         if found_inf is not None:
             # Not 0 only where a device skips the step by itself.
-            torch._foreach_sub_(counts, [found_inf.to(count.device, non_blocking=True) for count in counts])
+            torch._foreach_sub_(counts, [found_inf.to(count.device, non_blocking=True).view(()) for count in counts])
         for p, item in zip(params, items, strict=True):
             self._remember(p, item.curve.has_n)
 
