@@ -214,10 +214,11 @@ class SELAdam(SELOptimizer):
                 items, _hyper(group), batched=batched, native=native, grad_scale=grad_scale, found_inf=found_inf
             )
         counts = [self.state[p]["step"] for p in params]
-        torch._foreach_add_(counts, 1.0)
+        torch._foreach_add_(counts, 1.0)  # pyright: ignore[reportPrivateImportUsage]
         if found_inf is not None:
             # Not 0 only where a device skips the step by itself.
-            torch._foreach_sub_(counts, [found_inf.to(count.device, non_blocking=True).view(()) for count in counts])
+            skipped = [found_inf.to(count.device, non_blocking=True).view(()) for count in counts]
+            torch._foreach_sub_(counts, skipped)  # pyright: ignore[reportPrivateImportUsage]
         for p, item in zip(params, items, strict=True):
             self._remember(p, item.curve.has_n)
 

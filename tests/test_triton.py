@@ -234,7 +234,8 @@ def test_many_parameters_of_all_kinds_in_one_group(ran: Ran) -> None:
 def test_parameters_of_one_structure_share_three_launches(ran: Ran) -> None:
     """Whatever their number, shapes and counts of steps; and one where no scale trains."""
     params = [nn.Parameter(mixed(3 + k, 20 + k, seed=k, size=0.1, dtype=torch.float32).to(DEVICE)) for k in range(9)]
-    for options, expected in (({}, list(KERNELS)), ({"structure": "none"}, ["_pull_and_update"])):
+    both: list[tuple[dict[str, Any], list[str]]] = [({}, list(KERNELS)), ({"structure": "none"}, ["_pull_and_update"])]
+    for options, expected in both:
         optimizer = SELAdam(params, fused=True, **options)
         for t in range(3):
             for k, p in enumerate(params):
@@ -517,7 +518,12 @@ def test_capturable_set_later_is_honoured_or_refused(monkeypatch: pytest.MonkeyP
     optimizer.param_groups[0]["capturable"] = True
     with pytest.raises(ValueError, match=r"capturable=True cannot have check_edits='full' \(parameter 0\.0\)"):
         optimizer.step()
-    optimizer.param_groups[0]["check_edits"] = "tracked"
+    optimizer.param_groups[0].update(check_edits="tracked", betas=(torch.empty((), device="meta"), 0.9))
+    with pytest.raises(
+        ValueError, match=r"capturable=True cannot have betas on a device \(parameter 0\.0\): .*; use numbers"
+    ):
+        optimizer.step()
+    optimizer.param_groups[0]["betas"] = (0.9, 0.999)
     with pytest.raises(AssertionError, match="supported devices"):
         optimizer.step()
     place = lambda self, group, p: torch.device("meta" if group["capturable"] else "cpu")  # noqa: E731

@@ -14,6 +14,9 @@ the factors' Adam, push (one launch where no scale trains). A program finds its 
 Whatever changes from step to step stands in such a table or is computed on the device, so that a captured graph can be replayed.
 """
 
+# Triton's own types ask for tl.constexpr where a plain value is passed.
+# pyright: reportArgumentType=false
+
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -691,5 +694,5 @@ def _upload(owner: Tensor, host: Tensor, device: torch.device) -> Tensor:
     if pinned is None or pinned.numel() < host.numel():
         pinned = torch.empty_like(host, pin_memory=True)
     pinned = pinned[: host.numel()].copy_(host)
-    _kept.setdefault(owner, []).append(pinned)
+    _kept[owner] = [*(_kept.get(owner) or ()), pinned]
     return pinned.to(device, non_blocking=True)
