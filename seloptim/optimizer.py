@@ -33,10 +33,11 @@ class SELAdam(SELOptimizer):
             the paper's choice.
         lr, betas, eps, weight_decay, amsgrad, foreach, maximize, decoupled_weight_decay: as for torch.optim.Adam. With decay
             decoupled, raw is scaled by 1 - lr * weight_decay. foreach=True runs parameters of equal shape as one stack.
-        fused: True uses the native CPU kernel, compiled at its first use (a C++ compiler is needed); None (default) uses it where
-            it is already built (python -m seloptim build), else the eager path; False never. foreach=True or False with
-            fused=None is the eager path.
-        capturable, differentiable: refused where a parameter is curved.
+        fused: True uses the native kernel: on a CPU compiled at its first use (a C++ compiler is needed), on a CUDA device by triton.
+            None (default) uses it where it is at hand (python -m seloptim build; triton installed), else the eager path;
+            False never. foreach=True or False with fused=None is the eager path.
+        capturable: whether a step may be captured in a CUDA graph, once a first one has been taken.
+        differentiable: refused.
         curved: "matrices" (default: real parameters with ndim >= 2), "all", "none", or a callable (name, p) -> bool; in a
             group also True or False.
         combine: "mismatched" (default, the paper's) or "congruent", whose linear path follows raw's sign.
