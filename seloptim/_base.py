@@ -94,19 +94,20 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         """(count of steps with this one, multiples of lr for the scales) of each parameter."""
         rates: dict[tuple[float, torch.dtype], Tensor] = {}
         found: dict[Tensor, tuple[float | Tensor, Tensor]] = {}
-        counted: dict[torch.device, list[Tensor]] = {}
+        counted: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in params:
+            dtype = self.state[p]["raw"].dtype
             if self._counts_there(group, p):
-                counted.setdefault(p.device, []).append(p)
+                counted.setdefault((p.device, dtype), []).append(p)
                 continue
-            done, dtype = float(self.state[p]["step"]), self.state[p]["raw"].dtype
+            done = float(self.state[p]["step"])
             if (done, dtype) not in rates:
                 rates[done, dtype] = torch.tensor(scale_rates(group, done), dtype=dtype, device="cpu")
             found[p] = done + 1, rates[done, dtype]
-        for members in counted.values():
+        for (_, dtype), members in counted.items():
             done = torch.stack([self.state[p]["step"] for p in members]).double()
-            for p, step, rate in zip(members, done + 1, device_scale_rates(group, done), strict=True):
-                found[p] = step, rate.to(self.state[p]["raw"].dtype)
+            for p, step, rate in zip(members, done + 1, device_scale_rates(group, done).to(dtype), strict=True):
+                found[p] = step, rate
         return [found[p] for p in params]
 
     def _counts_there(self, group: Mapping[str, Any], p: Tensor) -> bool:
