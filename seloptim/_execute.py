@@ -115,26 +115,27 @@ def _say_once(message: str) -> None:
 
 def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Items of one group, one device and one dtype, in one call."""
-    dense: list[Item] = []
+    weights: list[Tensor] = []
     strided: list[tuple[Tensor, Tensor]] = []
     for item in items:
         param = item.param.detach()
         weight = param.contiguous()
         if weight is not param:
             strided.append((param, weight))
-        dense.append(item._replace(param=weight, grad=item.grad.detach().contiguous()))
+        weights.append(weight)
+    items = [item._replace(grad=item.grad.detach().contiguous()) for item in items]
     if NATIVE[items[0].param.device.type] == "cpu":
-        _call_cpu(dense, hyper, grad_scale)
+        _call_cpu(items, weights, hyper, grad_scale)
     else:
         from .kernels import triton
 
-        triton.step(dense, hyper, grad_scale, found_inf)
+        triton.step(items, weights, hyper, grad_scale, found_inf)
         torch.autograd.graph.increment_version([item.param for item in items])
     for param, weight in strided:
         param.copy_(weight)
 
 
-def _call_cpu(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None) -> None:
+def _call_cpu(items: Sequence[Item], weights: list[Tensor], hyper: Hyper, grad_scale: Tensor | None) -> None:
     state: list[Tensor] = []
     ints: list[int] = []
     numbers: list[float] = []
@@ -149,7 +150,7 @@ def _call_cpu(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None) ->
     curve = items[0].curve
     learned = sum(1 << k for k, kind in enumerate(_rule.KINDS) if kind in curve.learned)
     torch.ops.seloptim.step_(
-        [item.param for item in items],
+        weights,
         [item.grad for item in items],
         state,
         ints,

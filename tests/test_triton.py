@@ -489,6 +489,22 @@ def test_the_work_of_a_step_does_not_grow_with_the_number_of_parameters(
     assert counts[0] == counts[1] < 80
 
 
+def test_what_a_graph_uploads_lives_as_long_as_the_parameter(ran: Ran, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay copies the table from the host's memory again. Guard: Part.param is the parameter, not a view of this step."""
+    owners: list[Tensor] = []
+    upload = triton._upload
+
+    def spy(owner: Tensor, host: Tensor, device: torch.device) -> Tensor:
+        owners.append(owner)
+        return upload(owner, host, device)
+
+    monkeypatch.setattr(triton, "_upload", spy)
+    p, q = (nn.Parameter(mixed(*shape, size=0.1).to(DEVICE)) for shape in ((4, 20), (4, 32)))
+    p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
+    step(SELAdam([p, q], fused=True), ran)
+    assert owners[0] is p and owners[1] is q
+
+
 def test_a_scaler_leaves_the_unscaling_to_the_kernel(ran: Ran) -> None:
     start = mixed(4, 20, size=0.1, dtype=torch.float32)
     p, q = nn.Parameter(start.to(DEVICE, copy=True)), nn.Parameter(start.to(DEVICE, copy=True))

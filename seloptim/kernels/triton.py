@@ -443,10 +443,10 @@ _spare: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 class Part(Protocol):
-    """What is needed of one parameter: contiguous and on the device of the others."""
+    """What is needed of one parameter, on the device of the others; gradient and state are contiguous."""
 
     @property
-    def param(self) -> Tensor: ...
+    def param(self) -> Tensor: ...  # itself, not a view: what a graph uploads lives as long as it
     @property
     def grad(self) -> Tensor: ...
     @property
@@ -487,19 +487,24 @@ class Matrices(NamedTuple):
 
 
 def step(
-    parts: Sequence[Part], hyper: Hyper, grad_scale: Tensor | None = None, found_inf: Tensor | None = None
+    parts: Sequence[Part],
+    weights: Sequence[Tensor],
+    hyper: Hyper,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of parameters of one group on one device, in place; three launches for each Variant among them.
 
     Arguments:
         parts: not empty parameters without a residual, which share the combination rule and the kinds that train.
+        weights: what is written in the parameters' place: their values, contiguous.
         hyper: Adam's; its lr may be a tensor on the device.
         grad_scale: what the gradients are to be divided by; None for 1.
         found_inf: where it is not 0, nothing at all is written; None for 0.
     """
     groups: dict[Variant, list[tuple[Part, Matrices]]] = defaultdict(list)
-    for part in parts:
-        matrices = _matrices(part)
+    for part, weight in zip(parts, weights, strict=True):
+        matrices = _matrices(part, weight)
         groups[_variant(part, matrices)].append((part, matrices))
     device = parts[0].param.device
     guard: AbstractContextManager[Any] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -508,7 +513,7 @@ def step(
             _launch(variant, members, hyper, grad_scale, found_inf)
 
 
-def _matrices(part: Part) -> Matrices:
+def _matrices(part: Part, weight: Tensor) -> Matrices:
     batch, rows, cols = part.state.raw.value.shape
     row, col = part.state.scale_row, part.state.scale_col
     if cols == 1 and rows > 1:
@@ -516,7 +521,7 @@ def _matrices(part: Part) -> Matrices:
         rows, cols = cols, rows
         if row is None or row.value.shape[-2] > 1:
             row, col = col, row
-    addresses = [part.param.data_ptr(), part.grad.data_ptr()]
+    addresses = [weight.data_ptr(), part.grad.data_ptr()]
     for slot in (part.state.raw, row, col):
         tensors = slot or ()
         addresses += [0 if tensor is None else tensor.data_ptr() for tensor in tensors] + [0] * (4 - len(tensors))
@@ -654,9 +659,9 @@ def _numbers(
     """The second table, (parameters, NUMBERS), where its arguments are."""
 
     def column(value: float | Tensor) -> Tensor:
-        if isinstance(value, Tensor) and value.device == steps.device:
-            return value.double().reshape(-1, 1).expand(len(steps), -1)
-        return torch.full_like(steps, float(value)).unsqueeze(1)
+        if isinstance(value, Tensor) and (value.device == steps.device or value.device.type != "cpu"):
+            return value.to(steps.device, torch.float64).reshape(-1, 1).expand(len(steps), -1)
+        return torch.full_like(steps, float(value)).unsqueeze(1)  # a tensor on the host is a number
 
     lr = column(hyper.lr)
     moves: float | Tensor = 1.0 if found_inf is None else column(found_inf) == 0
