@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule, _shards
-from ._options import SEL_DEFAULTS, check_beta, check_group, near_names, scale_rates
+from ._options import SEL_DEFAULTS, check_beta, check_group, device_scale_rates, near_names, scale_rates
 from ._shadow import Shadow, differing
 from .convert import as_step, check_layout
 from .init import shrink
@@ -60,6 +60,9 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
     def _settle_plain(self, group: dict[str, Any], p: Tensor) -> None:
         raise NotImplementedError
 
+    def _refuse_step(self, group: dict[str, Any], p: Tensor, name: str) -> None:
+        """What can be wrong with the options of a group that was changed since it was added."""
+
     def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
         raise NotImplementedError
 
@@ -72,23 +75,47 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
     def _reinstall_plain(self, p: Tensor, saved: dict[str, Any], ours: bool) -> None:
         raise NotImplementedError
 
+    def _counter_device(self, group: Mapping[str, Any], p: Tensor) -> torch.device:
+        """Where p's count of steps lives. On another device than the host it is never read in a step."""
+        return torch.device("cpu")
+
     def _items(self, group: dict[str, Any], params: list[Tensor]) -> list[_execute.Item]:
         """What the stages need of each curved parameter, as it is before the step."""
-        rates: dict[tuple[float, torch.dtype, torch.device], Tensor] = {}
+        counts = self._counts(group, params)
         items = []
-        for p in params:
+        for p, (step, rates) in zip(params, counts, strict=True):
             state = self.state[p]
-            done = float(state["step"])
-            key = (done, state["raw"].dtype, p.device)
-            if key not in rates:
-                rates[key] = torch.tensor(scale_rates(group, done), dtype=state["raw"].dtype, device=p.device)
             slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
             view, curve = self._views(p, group), self._curve(p, group)
             part, grad = _shards.local(p), _shards.local_grad(p)
-            items.append(_execute.Item(part, grad, view, curve, done + 1, slope, rates[key], _shards.sums(p, state)))
+            items.append(_execute.Item(part, grad, view, curve, step, slope, rates, _shards.sums(p, state)))
             # Until the step is through, only the values can tell where an interruption has left p and raw.
             self._forget(p)
         return items
+
+    def _counts(self, group: dict[str, Any], params: list[Tensor]) -> list[tuple[float | Tensor, Tensor]]:
+        """(count of steps with this one, multiples of lr for the scales) of each parameter."""
+        rates: dict[tuple[float, torch.dtype], Tensor] = {}
+        found: dict[Tensor, tuple[float | Tensor, Tensor]] = {}
+        counted: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for p in params:
+            dtype = self.state[p]["raw"].dtype
+            if self._counts_there(group, p):
+                counted.setdefault((p.device, dtype), []).append(p)
+                continue
+            done = float(self.state[p]["step"])
+            if (done, dtype) not in rates:
+                rates[done, dtype] = torch.tensor(scale_rates(group, done), dtype=dtype, device="cpu")
+            found[p] = done + 1, rates[done, dtype]
+        for (_, dtype), members in counted.items():
+            done = torch.stack([self.state[p]["step"] for p in members]).double()
+            for p, step, rate in zip(members, done + 1, device_scale_rates(group, done).to(dtype), strict=True):
+                found[p] = step, rate
+        return [found[p] for p in params]
+
+    def _counts_there(self, group: Mapping[str, Any], p: Tensor) -> bool:
+        """Whether p's count of steps lives on its device."""
+        return self._counter_device(group, p).type != "cpu"
 
     # ------------------------------------------------------------------------------------------------------------ groups
 
@@ -141,10 +168,6 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             )
         for p, name in candidates:
             self._refuse_shards(group, p, name)
-            if group["capturable"]:
-                raise ValueError(
-                    f"capturable=True is not available for curved parameters ({name}); leave capturable=False"
-                )
             if p.dim() < group["batch_dims"]:
                 raise ValueError(
                     f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
@@ -219,7 +242,12 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         found_inf = getattr(self, "found_inf", None)
-        if found_inf is not None and found_inf.device.type == "cpu" and bool(found_inf):
+        # On the host what is found must be read here; the kernels of a device look at it themselves.
+        if (
+            found_inf is not None
+            and not all(self._counts_there(g, p) for g, _, p, _ in self._members())
+            and bool(found_inf)
+        ):
             return loss
         curved: list[tuple[dict[str, Any], list[Tensor]]] = []
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
@@ -232,6 +260,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                     f"{type(self).__name__} does not support sparse gradients (parameter {name}), please consider SparseAdam instead"
                 )
         self._refuse_flat_groups()
+        for group, _, p, name in with_grad:
+            self._refuse_step(group, p, name)
         self._agree_on_edits((group, p) for group, _, p, _ in with_grad)
         for group, i, p, name in with_grad:
             kind = plain
@@ -379,7 +409,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 if isinstance(value, Tensor) and key != "step":
                     placed = _shards.placed(p, key, value.detach(), group["batch_dims"], group["structure"])
                     state[key] = placed.to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)
-            state["step"] = as_step(saved["step"])
+            state["step"] = as_step(saved["step"]).to(self._counter_device(group, p))
             change = self._restore(group, p)
             if change > 0:
                 moved.append((name, change))

@@ -7,7 +7,7 @@ is 2.5 times faster than over whole matrices, whose temporaries are fetched from
 import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from ._rule import Curve, Hyper, Pulled, Scales, Slot, Views
 
 logger = logging.getLogger("seloptim")
 
+NATIVE = {"cpu": "cpu", "cuda": "triton"}  # device type -> module of kernels
 NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 BLOCK_ELEMENTS = 1 << 19  # 2 MiB of float32 a temporary
 BY_ROW = ("raw", "scale_row", "residual_b")  # of the state, what has rows
@@ -32,37 +33,43 @@ class Item(NamedTuple):
     grad: Tensor
     state: Views
     curve: Curve
-    step: float  # counts this step
+    step: float | Tensor  # counts this step; a tensor, 0-d and float64, stays on the parameter's device
     slope: float  # what lr is divided by for raw
-    rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen
+    rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen; on the host where step is a number
     sums: _shards.Sums | None = None  # of a DTensor, of which all the above is this rank's part
 
 
 def run(
-    items: Sequence[Item], hyper: Hyper, *, batched: bool, native: bool = False, grad_scale: Tensor | None = None
+    items: Sequence[Item],
+    hyper: Hyper,
+    *,
+    batched: bool,
+    native: Collection[str] = (),
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
 ) -> None:
     """One step of every item: state and parameter are written in place, gradients are only read.
 
-    native: by the native kernel, for the items that it has one for. Only there gradients may be those of the loss times
-    `grad_scale`.
+    native: the device types on which items take a native kernel, where there is one for them. Only there gradients may be those of
+    the loss times `grad_scale`, and only on a device that is not the host may `found_inf` be 1, for a step that writes nothing.
     """
     sharded = [item for item in items if item.sums is not None]
-    items = [item for item in items if item.sums is None]
-    if native:
-        suited: dict[torch.dtype, list[Item]] = defaultdict(list)
-        rest: list[Item] = []
-        for item in items:
-            if not item.param.numel():
-                continue
-            refused = native_refusal(item.param, item.state.residual_b is not None)
-            (rest if refused else suited[item.state.raw.value.dtype]).append(item)
-        for members in suited.values():
-            _run_native(members, hyper, grad_scale)
-        items = rest
+    suited: dict[tuple[torch.device, torch.dtype], list[Item]] = defaultdict(list)
+    rest: list[Item] = []
+    for item in items:
+        device = item.param.device
+        if item.sums is not None:
+            continue
+        if device.type not in native or native_refusal(item.param, item.state.residual_b is not None):
+            rest.append(item)
+        elif item.param.numel():
+            suited[device, item.state.raw.value.dtype].append(item)
+    for members in suited.values():
+        _run_native(members, hyper, grad_scale, found_inf)
     if batched:
-        _run_batched(items, hyper)
+        _run_batched(rest, hyper)
     else:
-        _run_single(items, hyper)
+        _run_single(rest, hyper)
     _run_sharded(sharded, hyper)
 
 
@@ -74,39 +81,47 @@ def native_refusal(param: Tensor, has_residual: bool) -> str | None:
         return "it is a DTensor, whose ranks must add up their factors' gradients in the middle of a step"
     if type(param.data) is not Tensor:
         return f"it is a {type(param.data).__name__}"
-    if param.device.type not in ("cpu", "meta"):
-        return f"it is on {param.device}, not on the CPU"
+    if param.device.type not in (*NATIVE, "meta"):
+        return f"it is on {param.device}, not on a CPU or a CUDA device"
     if param.dtype not in NATIVE_DTYPES:
         return f"its dtype is {param.dtype}"
     return None
 
 
-def native_is_ready(*, compile: bool) -> bool:
-    """Whether the native kernel can be used now. compile=True builds it if need be, or raises RuntimeError."""
+def native_is_ready(device_type: str, *, compile: bool) -> bool:
+    """Whether a device's native kernel can be used now. compile=True builds the CPU's if need be, or raises RuntimeError;
+    without triton CUDA's raises ImportError."""
     from . import kernels
 
-    if compile:
-        kernels.load()
-    elif not kernels.available():
-        _say_once()
-        return False
-    return True
+    if NATIVE.get(device_type) == "cpu":
+        if compile:
+            kernels.load()
+        elif not kernels.available():
+            _say_once(
+                "the native CPU kernel is not built, steps take the slower eager path; python -m seloptim build, or fused=True, builds it"
+            )
+            return False
+        return True
+    if NATIVE.get(device_type) == "triton":
+        try:
+            from .kernels import triton  # noqa: F401
+        except ImportError as error:
+            if compile:
+                raise
+            _say_once(f"steps on CUDA devices take the slower eager path: {error}")
+            return False
+        return True
+    return False
 
 
 @cache
-def _say_once() -> None:
-    logger.info(
-        "the native CPU kernel is not built, steps take the slower eager path; python -m seloptim build, or fused=True, builds it"
-    )
+def _say_once(message: str) -> None:
+    logger.info(message)
 
 
-def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None) -> None:
-    """Items of one group and one dtype, in one call."""
+def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    """Items of one group, one device and one dtype, in one call."""
     weights: list[Tensor] = []
-    grads: list[Tensor] = []
-    state: list[Tensor] = []
-    ints: list[int] = []
-    numbers: list[float] = []
     strided: list[tuple[Tensor, Tensor]] = []
     for item in items:
         param = item.param.detach()
@@ -114,19 +129,35 @@ def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None) 
         if weight is not param:
             strided.append((param, weight))
         weights.append(weight)
-        grads.append(item.grad.detach().contiguous())
+    items = [item._replace(grad=item.grad.detach().contiguous()) for item in items]
+    if NATIVE[items[0].param.device.type] == "cpu":
+        _call_cpu(items, weights, hyper, grad_scale)
+    else:
+        from .kernels import triton
+
+        triton.step(items, weights, hyper, grad_scale, found_inf)
+        torch.autograd.graph.increment_version([item.param for item in items])
+    for param, weight in strided:
+        param.copy_(weight)
+
+
+def _call_cpu(items: Sequence[Item], weights: list[Tensor], hyper: Hyper, grad_scale: Tensor | None) -> None:
+    state: list[Tensor] = []
+    ints: list[int] = []
+    numbers: list[float] = []
+    for item in items:
         lengths = []
         for slot in item.state[:3]:
             if slot is not None:
                 state.extend(t for t in slot if t is not None)
             lengths.append(0 if slot is None else slot.value.shape[-2])
         ints.extend((*item.state.raw.value.shape, *lengths[1:], item.curve.has_n))
-        numbers.extend((float(item.curve.beta), item.step, item.slope, *item.rates.tolist()))
+        numbers.extend((float(item.curve.beta), float(item.step), item.slope, *item.rates.tolist()))
     curve = items[0].curve
     learned = sum(1 << k for k, kind in enumerate(_rule.KINDS) if kind in curve.learned)
     torch.ops.seloptim.step_(
         weights,
-        grads,
+        [item.grad for item in items],
         state,
         ints,
         numbers,
@@ -142,8 +173,6 @@ def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None) 
         learned,
         grad_scale,
     )
-    for param, weight in strided:
-        param.copy_(weight)
 
 
 def _run_single(items: Sequence[Item], hyper: Hyper) -> None:
@@ -152,7 +181,8 @@ def _run_single(items: Sequence[Item], hyper: Hyper) -> None:
         param = item.param.detach()
         weight = param.reshape(shape)  # a view where the layout allows one
         lr = hyper.lr / item.slope
-        _step(weight, item.grad.detach().reshape(shape), item.state, item.curve, hyper, item.step, lr, item.rates)
+        rates = item.rates.to(param.device)
+        _step(weight, item.grad.detach().reshape(shape), item.state, item.curve, hyper, item.step, lr, rates)
         _write_back(param, weight)
 
 
@@ -173,7 +203,7 @@ def _run_sharded(items: Sequence[Item], hyper: Hyper) -> None:
         parts += [(total, item.sums.mesh, getattr(item.sums, name)) for name, total in totals.items()]
     _shards.add_up(parts)
     for item, weight, totals in halves:
-        _finish(weight, item.state, item.curve, hyper, item.step, item.rates, totals)
+        _finish(weight, item.state, item.curve, hyper, item.step, item.rates.to(weight.device), totals)
         _write_back(item.param.detach(), weight)
 
 
@@ -182,7 +212,8 @@ def _run_batched(items: Sequence[Item], hyper: Hyper) -> None:
     for item in items:
         shapes = tuple(None if slot is None else slot.value.shape for slot in item.state)
         raw = item.state.raw.value
-        key = (shapes, raw.dtype, raw.device, item.param.dtype, item.step, item.curve._replace(beta=0.0))
+        step = None if isinstance(item.step, Tensor) else item.step  # each matrix of a stack may have its own count
+        key = (shapes, raw.dtype, raw.device, item.param.dtype, step, item.curve._replace(beta=0.0))
         alike[key].append(item)
     for members in alike.values():
         raw = members[0].state.raw.value
@@ -201,6 +232,9 @@ def _run_stack(items: Sequence[Item], hyper: Hyper) -> None:
     raw = first.state.raw.value
 
     def along_batch(numbers: list[float]) -> Tensor:
+        if isinstance(first.step, Tensor):
+            # A graph that is being captured allows no copy from the host.
+            return torch.cat([raw.new_full((batch, 1, 1), number) for number in numbers])
         return torch.tensor(numbers, dtype=raw.dtype, device=raw.device).repeat_interleave(batch).view(-1, 1, 1)
 
     weight = torch.cat([item.param.detach().reshape(batch, rows, cols) for item in items])
@@ -209,7 +243,11 @@ def _run_stack(items: Sequence[Item], hyper: Hyper) -> None:
     curve = first.curve._replace(beta=along_batch([float(item.curve.beta) for item in items]))
     slopes = [item.slope for item in items]
     lr = hyper.lr / (slopes[0] if len(set(slopes)) == 1 else along_batch(slopes))
-    _step(weight, grad, state, curve, hyper, first.step, 0.0 if _rule.is_zero(hyper.lr) else lr, first.rates)
+    step, rates = first.step, first.rates.to(raw.device)
+    if isinstance(step, Tensor):
+        step = torch.stack([torch.as_tensor(item.step) for item in items]).repeat_interleave(batch).view(-1, 1, 1)
+        rates = torch.stack([item.rates for item in items]).repeat_interleave(batch, 0).unsqueeze(1)
+    _step(weight, grad, state, curve, hyper, step, 0.0 if _rule.is_zero(hyper.lr) else lr, rates)
     if not _rule.is_zero(hyper.lr):
         params = [item.param.detach() for item in items]
         parts = weight.split(batch)
@@ -234,7 +272,7 @@ def _step(
     state: Views,
     curve: Curve,
     hyper: Hyper,
-    step: float,
+    step: float | Tensor,
     lr: float | Tensor,
     rates: Tensor,
 ) -> None:
@@ -244,7 +282,7 @@ def _step(
 
 
 def _begin(
-    weight: Tensor, grad: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, lr: float | Tensor
+    weight: Tensor, grad: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float | Tensor, lr: float | Tensor
 ) -> list[Pulled]:
     """The stages up to the move of raw."""
     decay = hyper.weight_decay if hyper.decoupled else 0.0
@@ -269,7 +307,13 @@ def _totals(state: Views, curve: Curve, pulled: list[Pulled]) -> dict[str, Tenso
 
 
 def _finish(
-    weight: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, rates: Tensor, totals: dict[str, Tensor]
+    weight: Tensor,
+    state: Views,
+    curve: Curve,
+    hyper: Hyper,
+    step: float | Tensor,
+    rates: Tensor,
+    totals: dict[str, Tensor],
 ) -> None:
     """What follows when raw has moved: the factors by their whole gradients, and the weight."""
     cut = _cut(state.raw.value)
@@ -308,7 +352,7 @@ def push(item: Item, hyper: Hyper, pulled: list[Pulled]) -> None:
     param = item.param.detach()
     weight = param.reshape(item.state.raw.value.shape)
     totals = _totals(item.state, item.curve, pulled)
-    _finish(weight, item.state, item.curve, hyper, item.step, item.rates, totals)
+    _finish(weight, item.state, item.curve, hyper, item.step, item.rates.to(param.device), totals)
     _write_back(param, weight)
 
 

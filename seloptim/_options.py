@@ -5,6 +5,9 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from . import _rule
 from ._rule import KINDS
 from .init import RULES
@@ -154,19 +157,33 @@ def check_scale_lr(given: Any) -> dict[str, Any] | None:
     return checked
 
 
+def device_scale_rates(group: dict[str, Any], done: Tensor) -> Tensor:
+    """scale_rates for counters on a device, (parameters,): (parameters, kinds), without a look at them."""
+    pairs = _pairs(group)
+    columns = [
+        torch.zeros_like(done) if kind not in pairs else scale_lr_multiplier(*pairs[kind], group["anneal_steps"], done)
+        for kind in KINDS
+    ]
+    return torch.stack(columns, -1)
+
+
 def scale_rates(group: dict[str, Any], done: float) -> list[float]:
     """Multiples of lr for each kind of scale after `done` steps, 0 where frozen."""
+    pairs = _pairs(group)
+    return [
+        float(scale_lr_multiplier(*pairs[kind], group["anneal_steps"], done)) if kind in pairs else 0.0
+        for kind in KINDS
+    ]
+
+
+def _pairs(group: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
+    """(start, end) of each kind that trains."""
     given = DEFAULT_SCALE_LR if group["scale_lr"] is None else group["scale_lr"]
-    learned = learned_kinds(group)
-    rates = []
-    for kind in KINDS:
-        if kind not in learned:
-            rates.append(0.0)
-            continue
-        pair = given[kind]
-        start, end = pair if isinstance(pair, (tuple, list)) else (pair, pair)
-        rates.append(float(scale_lr_multiplier(start, end, group["anneal_steps"], done)))
-    return rates
+    pairs: dict[str, tuple[float, float]] = {}
+    for kind in learned_kinds(group):
+        first, last = given[kind] if isinstance(given[kind], (tuple, list)) else (given[kind], given[kind])
+        pairs[kind] = (first, last)
+    return pairs
 
 
 def near_names(name: str, options: Iterable[str], cutoff: float = 0.6) -> str:

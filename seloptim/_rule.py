@@ -433,11 +433,14 @@ def _sum_rows(share: Tensor, row: Tensor | None) -> Tensor:
     return torch.bmm(row.mT, share)
 
 
-def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tensor, decay: float = 0.0) -> None:
+def update(
+    slot: Slot, grad: Tensor, hyper: Hyper, step: float | Tensor, lr: float | Tensor, decay: float = 0.0
+) -> None:
     """Adam on one slot, in place, in torch.optim.Adam's order of operations.
 
-    `step` counts this one. `lr` is a number, or a tensor that broadcasts (a device tensor, one rate a kind of scale, one a
-    matrix of a stack); where it is 0 the value keeps every bit, the moments move.
+    `step` counts this one; a number, or a float64 tensor that broadcasts (a device's counter). `lr` is a number, or a tensor
+    that broadcasts (a device tensor, one rate a kind of scale, one a matrix of a stack); where it is 0 the value keeps every
+    bit, the moments move.
     """
     value, exp_avg, exp_avg_sq, max_exp_avg_sq = slot
     exp_avg.lerp_(grad, 1 - hyper.beta1)
@@ -449,6 +452,9 @@ def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tens
         return
     bias_correction1 = 1 - hyper.beta1**step
     bias_correction2_sqrt = (1 - hyper.beta2**step) ** 0.5
+    if isinstance(step, Tensor):
+        bias_correction1 = bias_correction1.to(value.dtype)
+        bias_correction2_sqrt = bias_correction2_sqrt.to(value.dtype)
     step_size = lr / bias_correction1
     root = _sqrt(exp_avg_sq)
     denom = (root / bias_correction2_sqrt if root.requires_grad else root.div_(bias_correction2_sqrt)).add_(hyper.eps)

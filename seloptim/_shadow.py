@@ -146,6 +146,10 @@ class Shadow:
         reason = _shards.fault(p, group["batch_dims"], group["structure"])
         if reason is None and _shards.is_sharded(p) and group["residual_rank"]:
             reason = "residual_rank is not available for a DTensor; use residual_rank=0"
+        if reason is None and _shards.is_sharded(p) and group.get("capturable"):
+            reason = (
+                "capturable=True is not available for a DTensor, whose ranks agree on each step; use capturable=False"
+            )
         if reason:
             raise ValueError(f"parameter {name}: {reason}")
 

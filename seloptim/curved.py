@@ -103,7 +103,7 @@ class Curved(SELOptimizer):
             )
 
     def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
-        super()._refuse({**group, "differentiable": group.get("differentiable"), "capturable": None}, candidates)
+        super()._refuse({**group, "differentiable": group.get("differentiable")}, candidates)
         self._make([{**_inner_options(group), "params": list(group["params"])}])
 
     def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import Adam, adam
+from torch.optim.optimizer import _get_capturable_supported_devices
 
 from . import _execute, _rule, _shards
 from ._base import SELOptimizer
@@ -32,10 +33,11 @@ class SELAdam(SELOptimizer):
             the paper's choice.
         lr, betas, eps, weight_decay, amsgrad, foreach, maximize, decoupled_weight_decay: as for torch.optim.Adam. With decay
             decoupled, raw is scaled by 1 - lr * weight_decay. foreach=True runs parameters of equal shape as one stack.
-        fused: True uses the native CPU kernel, compiled at its first use (a C++ compiler is needed); None (default) uses it where
-            it is already built (python -m seloptim build), else the eager path; False never. foreach=True or False with
-            fused=None is the eager path.
-        capturable, differentiable: refused where a parameter is curved.
+        fused: True uses the native kernel: on a CPU compiled at its first use (a C++ compiler is needed), on a CUDA device by triton.
+            None (default) uses it where it is at hand (python -m seloptim build; triton installed), else the eager path;
+            False never. foreach=True or False with fused=None is the eager path.
+        capturable: whether a step may be captured in a CUDA graph, once a first one has been taken.
+        differentiable: refused.
         curved: "matrices" (default: real parameters with ndim >= 2), "all", "none", or a callable (name, p) -> bool; in a
             group also True or False.
         combine: "mismatched" (default, the paper's) or "congruent", whose linear path follows raw's sign.
@@ -135,10 +137,38 @@ class SELAdam(SELOptimizer):
 
     def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
         super()._refuse(group, candidates)
-        if group["fused"] and candidates:
+        for _, name in candidates:
+            self._refuse_capturable(group, name)
+        if group["fused"]:
             for p, name in candidates:
                 self._refuse_fused(group, p, name)
-            _execute.native_is_ready(compile=True)
+            for device in {p.device.type for p, _ in candidates} & _execute.NATIVE.keys():
+                _execute.native_is_ready(device, compile=True)
+
+    @staticmethod
+    def _refuse_capturable(group: dict[str, Any], name: str) -> None:
+        """What the host would have to read from a device in every step."""
+        if not group["capturable"]:
+            return
+        if group["check_edits"] == "full":
+            raise ValueError(
+                f"capturable=True cannot have check_edits='full' (parameter {name}): the values are looked at on the host in every "
+                "step; use check_edits='tracked'"
+            )
+        if any(isinstance(b, Tensor) and b.device.type != "cpu" for b in group["betas"]):
+            raise ValueError(
+                f"capturable=True cannot have betas on a device (parameter {name}): they are read on the host; use numbers"
+            )
+
+    def _refuse_step(self, group: dict[str, Any], p: Tensor, name: str) -> None:
+        self._refuse_capturable(group, name)
+        if group["capturable"] and not group["fused"]:
+            supported = _get_capturable_supported_devices()
+            if p.device.type not in supported:
+                # torch.optim.Adam's own words, before anything has moved
+                raise AssertionError(
+                    f"If capturable=True, params and state_steps must be on supported devices: {supported}."
+                )
 
     @staticmethod
     def _refuse_fused(group: dict[str, Any], p: Tensor, name: str) -> None:
@@ -152,6 +182,17 @@ class SELAdam(SELOptimizer):
         if group["fused"]:
             self._refuse_fused(group, p, name)
         super()._settle(group, i, p, name)
+        self._place_counter(group, p)
+
+    def _counter_device(self, group: Mapping[str, Any], p: Tensor) -> torch.device:
+        on_device = (group["capturable"] or group["fused"]) and not p.is_meta
+        return p.device if on_device else torch.device("cpu")
+
+    def _place_counter(self, group: dict[str, Any], p: Tensor) -> None:
+        """The count of steps where the group's options of now want it."""
+        device = self._counter_device(group, p)
+        if self.state[p]["step"].device != device:
+            self.state[p]["step"] = self.state[p]["step"].to(device)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -162,14 +203,24 @@ class SELAdam(SELOptimizer):
         items = self._items(group, params)
         device = params[0].device.type
         batched = group["foreach"] if group["foreach"] is not None else device != "cpu"
-        native = bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
-        native = native and device == "cpu" and _execute.native_is_ready(compile=bool(group["fused"]))
+        wanted = bool(group["fused"]) or (group["fused"] is None and group["foreach"] is None)
+        native = {
+            device
+            for device in ({p.device.type for p in params} if wanted else ())
+            if _execute.native_is_ready(device, compile=bool(group["fused"]))
+        }
+        grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         with torch.autocast(device, enabled=False):
             _execute.run(
-                items, _hyper(group), batched=batched, native=native, grad_scale=getattr(self, "grad_scale", None)
+                items, _hyper(group), batched=batched, native=native, grad_scale=grad_scale, found_inf=found_inf
             )
+        counts = [self.state[p]["step"] for p in params]
+        torch._foreach_add_(counts, 1.0)  # pyright: ignore[reportPrivateImportUsage]
+        if found_inf is not None:
+            # Not 0 only where a device skips the step by itself.
+            skipped = [found_inf.to(count.device, non_blocking=True).view(()) for count in counts]
+            torch._foreach_sub_(counts, skipped)  # pyright: ignore[reportPrivateImportUsage]
         for p, item in zip(params, items, strict=True):
-            self.state[p]["step"] += 1
             self._remember(p, item.curve.has_n)
 
     def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
@@ -177,12 +228,7 @@ class SELAdam(SELOptimizer):
 
         Such a first step is not counted, since without a checkpoint it would not have been taken.
         """
-        only = all(
-            not (isinstance(group["lr"], float) and group["lr"])
-            and float(self.state[p]["step"]) == 0
-            and float(group["lr"]) == 0
-            for group, _, p, _ in members
-        )
+        only = all(_rule.is_zero(_hyper(group).lr) and float(self.state[p]["step"]) == 0 for group, _, p, _ in members)
         if not only:
             return False
         params = [p for _, _, p, _ in members]
@@ -194,8 +240,9 @@ class SELAdam(SELOptimizer):
         if state:
             state.pop("from_adam", None)
             self._follow(p)
+            self._place_counter(group, p)
             return
-        state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(group, p))
+        state["step"] = torch.zeros((), dtype=torch.float32, device=self._counter_device(group, p))
         for moment in _rule.MOMENTS if group["amsgrad"] else _rule.MOMENTS[:2]:
             state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
@@ -244,7 +291,7 @@ class SELAdam(SELOptimizer):
                 placed = _shards.placed(p, key, value.detach(), 0, "row_col")
                 state[key] = placed.to(p.device, copy=True)
         # torch asks the saved group, whose capturable and fused may be another optimizer's.
-        state["step"] = as_step(saved["step"]).to(_step_device(group, p))
+        state["step"] = as_step(saved["step"]).to(self._counter_device(group, p))
         if not ours:
             state["from_adam"] = 1  # slopes are known when the weights are: they may be loaded later
 
@@ -254,11 +301,6 @@ class SELAdam(SELOptimizer):
         if adam_state and "from_adam" in adam_state:
             view, curve, sums = self._views(p, group), self._curve(p, group), _shards.sums(p, self.state[p])
             from_adam(_shards.local_state(adam_state), self.state[p], view, curve, sums)
-
-
-def _step_device(group: Mapping[str, Any], p: Tensor) -> torch.device:
-    """Where torch.optim.Adam keeps the count of steps."""
-    return p.device if group["capturable"] or group["fused"] else torch.device("cpu")
 
 
 class SELAdamW(SELAdam):

@@ -696,6 +696,7 @@ def what_is_not_served_says_so(folder: Path) -> None:
 
     refused: list[tuple[Callable[[], Any], str]] = [
         (lambda: SELAdam([parameter()], residual_rank=1), "residual_rank is not available for a DTensor"),
+        (lambda: SELAdam([parameter()], capturable=True), "capturable=True is not available for a DTensor"),
         (lambda: Curved(torch.optim.SGD, [parameter()], lr=0.1), "use SELAdam for sharded parameters"),
         (lambda: SELAdam([parameter((3, 3, 2, 2), 1)]), "3 entries along dimension 1 on 2 ranks"),
         (lambda: SELAdam([parameter((3, 4, 2, 2), 2)]), "cut along dimension 2"),

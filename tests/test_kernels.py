@@ -59,16 +59,18 @@ def scattered(shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any
     return optimizer
 
 
-def twin(optimizer: SELAdam, options: dict[str, Any], dtype: torch.dtype | None = None) -> SELAdam:
+def twin(optimizer: SELAdam, options: dict[str, Any], dtype: torch.dtype | None = None, device: str = "cpu") -> SELAdam:
     """The same values under other options; `dtype` casts them exactly."""
     (p,) = optimizer.param_groups[0]["params"]
-    q = nn.Parameter(p.detach().to(dtype or p.dtype, copy=True))
-    q.grad = None if p.grad is None else p.grad.to(q.dtype)
+    q = nn.Parameter(p.detach().to(device, dtype or p.dtype, copy=True))
+    q.grad = None if p.grad is None else p.grad.to(device, q.dtype)
     other = SELAdam([q], curved="all", lr=optimizer.param_groups[0]["lr"], **options)
     other.raw(q)
     for key, value in optimizer.state[p].items():
         if isinstance(value, Tensor) and key != "step":
-            other.state[q][key] = value.to(other.state[q]["raw"].dtype, copy=True)
+            other.state[q][key] = value.to(device, other.state[q]["raw"].dtype, copy=True)
+        elif isinstance(value, Tensor):
+            other.state[q][key] = value.to(other.state[q][key].device, copy=True)
         else:
             other.state[q][key] = copy.deepcopy(value)
     other._remember(q, bool(optimizer._any_n(optimizer.state[p])))
@@ -452,6 +454,40 @@ def test_a_compiled_step_is_the_step_and_does_not_recompile(options: dict[str, A
     for a, b in zip(steps(True), steps(False), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
     assert frames[3] == frames[6]
+
+
+@pytest.mark.parametrize("kind", ["number", "tensor"])
+@pytest.mark.parametrize("order", ["scheduler first", "compiled first"])
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": False}], ids=["native", "eager"])
+def test_schedulers_before_and_after_compiling(options: dict[str, Any], order: str, kind: str) -> None:
+    """A scheduler patches step and counts its calls; a tensor lr stays the user's own. Guard: _not_traced around step."""
+
+    def run(compiled: bool) -> tuple[list[float], Tensor, int]:
+        p = nn.Parameter(mixed(8, 40, size=0.05))
+        lr: Any = torch.tensor(1e-3, dtype=torch.float64) if kind == "tensor" else 1e-3
+        optimizer = SELAdam([p], lr=lr, **options)
+        count = CompileCounter()
+        torch._dynamo.reset()
+        step: Callable[[], Any] = lambda: optimizer.step()  # noqa: E731
+        if order == "scheduler first":
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+            step = torch.compile(step, backend=count) if compiled else step
+        else:
+            step = torch.compile(step, backend=count) if compiled else step
+            scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+        rates, frames = [], []
+        for t in range(6):
+            p.grad = mixed(8, 40, seed=t)
+            step()
+            scheduler.step()
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+            frames.append(count.frame_count)
+        assert kind == "number" or optimizer.param_groups[0]["lr"] is lr
+        return rates, p.detach(), frames[-1] - frames[1]
+
+    (rates, weight, again), (same, expected, _) = run(True), run(False)
+    assert rates == same and rates[-1] == pytest.approx(1e-3 * 0.7**6)
+    assert torch.equal(weight, expected) and again == 0
 
 
 def test_fused_refuses_what_it_has_no_kernel_for() -> None:

@@ -723,7 +723,8 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: SELAdam(make(P), scale_lr=50.0), ValueError, r"Invalid scale_lr: 50\.0; use None or a mapping"),  # type: ignore[arg-type]
     (lambda: SELAdam([("w", make(P)[0])], fused=True, residual_rank=2), ValueError,
      r"fused=True has no kernel for parameter w: it has a residual .*; leave fused=None"),
-    (lambda: SELAdam([("w", make(P)[0])], capturable=True), ValueError, r"capturable=True .* \(w\); leave capturable=False"),
+    (lambda: SELAdam([("w", make(P)[0])], capturable=True, check_edits="full"), ValueError,
+     r"capturable=True cannot have check_edits='full' \(parameter w\): .*; use check_edits='tracked'"),
     (lambda: SELAdam(make(P), differentiable=True), ValueError, r"differentiable=True is not supported by SELAdam; seloptim\.transform"),
     (lambda: SELAdam(make(P), curved="none", differentiable=True), ValueError, r"differentiable=True .* seloptim\.transform"),
     (lambda: SELAdam([nn.Parameter(torch.empty(2, 2, device="meta"))], init="mismatched"), ValueError,

@@ -177,13 +177,13 @@ def test_a_bad_gradient_element_reaches_only_its_own_weight(bad: float, path: st
     for t in range(5):
         grads = [mixed(4, 5, seed=100 + 2 * t + i) for i in range(2)]
         if t == 4:
-            grads[0][1, 2] = bad
+            grads[0][1, 3] = bad
         for p, g in zip(params, grads, strict=True):
             p.grad = g
         optimizer.step()
         oracle.step(grads)
     spoilt = torch.zeros(4, 5, dtype=torch.bool)
-    spoilt[1, 2] = True
+    spoilt[1, 3] = True  # [1, 2] is 0 from the start
     for p, w, s, hit in zip(params, oracle.weights(), start, (spoilt, torch.zeros_like(spoilt)), strict=True):
         assert torch.equal(p.isfinite(), ~hit) and torch.equal(w.isfinite(), ~hit)
         close(p.detach()[~hit], w[~hit], s[~hit])

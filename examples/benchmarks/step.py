@@ -1,11 +1,13 @@
-"""Time of one optimizer step on a CPU: every path of SELAdam against torch.optim.Adam, fused and foreach.
+"""Time of one optimizer step: every path of SELAdam against torch.optim.Adam, fused and foreach.
 
     python examples/benchmarks/step.py --output examples/benchmarks/results/step.json
+    python examples/benchmarks/step.py --device cuda --output examples/benchmarks/results/step_cuda.json
     python examples/benchmarks/step.py --table examples/benchmarks/results/step.json     # the table of docs/performance.md
 
 Everything compared steps in turn in one process; a ratio is the median over rounds of the ratio within a round. On one thread the clock
 is the thread's CPU time, so that waiting for a core does not count; what shares the core's caches and arithmetic still does.
 On more threads it is the wall clock. "memory" is the growth of the peak of resident memory during one step (Linux).
+On a CUDA device "native" is the Triton kernel, the clock is that of device events around a step, and memory is the device's.
 """
 
 import argparse
@@ -44,17 +46,35 @@ STEPS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 }
 
 
-def optimizer_of(name: str, shapes: list[tuple[int, int]]) -> torch.optim.Optimizer:
+def optimizer_of(name: str, shapes: list[tuple[int, int]], device: str) -> torch.optim.Optimizer:
     generator = torch.Generator().manual_seed(0)
     params = []
     for shape in shapes:
-        p = torch.nn.Parameter(torch.randn(shape, generator=generator) * 0.02)
-        p.grad = torch.randn(shape, generator=generator) * 0.01
+        p = torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.02).to(device))
+        p.grad = (torch.randn(shape, generator=generator) * 0.01).to(device)
         params.append(p)
     return STEPS[name](params)
 
 
-def peak_growth_kib(step: Callable[[], Any]) -> int | None:
+def seconds(step: Callable[[], Any], clock: Callable[[], float], device: str) -> float:
+    if device == "cuda":
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+    before = clock()
+    step()
+    return clock() - before
+
+
+def peak_growth_kib(step: Callable[[], Any], device: str) -> int | None:
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        return (torch.cuda.max_memory_allocated() - before) >> 10
     clear = Path("/proc/self/clear_refs")
     if not clear.exists():
         return None
@@ -69,24 +89,24 @@ def peak_growth_kib(step: Callable[[], Any]) -> int | None:
     return status("VmHWM") - before
 
 
-def measure(size: tuple[str, list[tuple[int, int]], bool], threads: int, rounds: int) -> dict[str, Any]:
+def measure(
+    size: tuple[str, list[tuple[int, int]], bool], threads: int, rounds: int, device: str = "cpu"
+) -> dict[str, Any]:
     label, shapes, eager = size
     torch.set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
     names = [name for name in STEPS if eager or not name.startswith("eager")]
-    steps = {name: optimizer_of(name, shapes).step for name in names}
+    steps = {name: optimizer_of(name, shapes, device).step for name in names}
     for step in steps.values():
         step()
         step()
-    memory = {name: peak_growth_kib(step) for name, step in steps.items()}
+    memory = {name: peak_growth_kib(step, device) for name, step in steps.items()}
     times: dict[str, list[float]] = {name: [] for name in names}
     for k in range(rounds):
         for name, step in steps.items():
             if name.startswith("eager") and k % 4:
                 continue
-            start = clock()
-            step()
-            times[name].append(clock() - start)
+            times[name].append(seconds(step, clock, device))
     base = times["Adam fused"]
 
     def ratio(name: str) -> float:
@@ -96,7 +116,7 @@ def measure(size: tuple[str, list[tuple[int, int]], bool], threads: int, rounds:
     return {
         "size": label,
         "threads": threads,
-        "clock": "thread" if threads == 1 else "wall",
+        "clock": "events" if device == "cuda" else "thread" if threads == 1 else "wall",
         "rounds": rounds,
         "ms": {name: round(1e3 * statistics.median(t), 2) for name, t in times.items()},
         "of Adam fused": {name: ratio(name) for name in names},
@@ -120,7 +140,8 @@ def table(report: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=41)
-    parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--threads", type=int, nargs="*", help="default: 1 and 2 on a CPU, 1 with a CUDA device")
     parser.add_argument("--only", type=int, nargs="*", help="indices of the sizes to run")
     parser.add_argument("--output", type=Path, help="write JSON here, after every case")
     parser.add_argument("--table", type=Path, metavar="JSON", help="print the table of an earlier run, and stop")
@@ -128,10 +149,16 @@ def main() -> None:
     if args.table:
         print(table(json.loads(args.table.read_text())))
         return
-    kernels.build()
+    if args.device == "cpu":
+        kernels.build()
+    elif not torch.cuda.is_available():
+        parser.error("--device cuda: torch finds no CUDA device here")
+    threads = args.threads or ([1, 2] if args.device == "cpu" else [1])
     sizes = [SIZES[i] for i in args.only] if args.only is not None else SIZES
-    cases = [(size, threads) for size in sizes for threads in args.threads]
-    run_cases(cases, lambda case: measure(*case, args.rounds), table, output=args.output)
+    cases = [(size, count) for size in sizes for count in threads]
+    run_cases(
+        cases, lambda case: measure(*case, args.rounds, args.device), table, device=args.device, output=args.output
+    )
 
 
 if __name__ == "__main__":
