@@ -170,7 +170,7 @@ class SELAdam(SELOptimizer):
             )
         for p, item in zip(params, items, strict=True):
             self.state[p]["step"] += 1
-            self._remember(p, item.curve.has_n)
+            self._remember(p, group, item.curve.has_n)
 
     def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
         """Whether this is a step that torch.distributed.checkpoint takes to have state created: at lr = 0, with zero gradients.
@@ -194,6 +194,10 @@ class SELAdam(SELOptimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=_step_device(group, p))
         for moment in _rule.MOMENTS if group["amsgrad"] else _rule.MOMENTS[:2]:
             state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def _plain_bytes(self, group: dict[str, Any], p: Tensor) -> int | None:
+        moments = 3 if group["amsgrad"] else 2
+        return moments * p.numel() * p.element_size() + torch.float32.itemsize  # and the count of steps
 
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """torch.optim.Adam, by torch's own functions, for the parameters of a group that are not curved."""
