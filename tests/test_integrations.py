@@ -100,13 +100,13 @@ def warm_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
 def by_hand(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    n: int,
+    data: list[tuple[Tensor, Tensor]],
     accumulate: int = 1,
     clipped: list[Tensor] | None = None,
 ) -> None:
     """What the trainers do, in a loop: scheduled, accumulated, clipped."""
     schedule = warm_up(optimizer)
-    for k, batch in enumerate(batches(n)):
+    for k, batch in enumerate(data):
         (loss_of(model, batch) / accumulate).backward()
         if (k + 1) % accumulate == 0:
             nn.utils.clip_grad_norm_(clipped or model.parameters(), 1.0)
@@ -234,7 +234,7 @@ def test_accelerate_changes_nothing(tmp_path: Path) -> None:
     model, plain = make_model(), make_model()
     optimizer = accelerated(tmp_path, model, 12)
     expected = SELAdamW(param_groups(plain), lr=1e-2, anneal_steps=4)
-    by_hand(plain, expected, 12, accumulate=2)
+    by_hand(plain, expected, batches(12), accumulate=2)
     same_run(model, optimizer, plain, expected)
 
 
@@ -257,10 +257,10 @@ def test_accelerate_may_replace_parameters_before_the_first_step() -> None:
     assert wrapped.optimizer.state, "prepare() made state"
     moved = copy.deepcopy(model)
     wrapped._switch_parameters(dict(zip(model.parameters(), moved.parameters(), strict=True)))
-    by_hand(moved, wrapped, 4)
+    by_hand(moved, wrapped, batches(4))
     fresh = make_model()
     expected = SELAdam(param_groups(fresh), lr=1e-2)
-    by_hand(fresh, expected, 4)
+    by_hand(fresh, expected, batches(4))
     same_run(moved, wrapped.optimizer, fresh, expected)
     assert set(wrapped.optimizer.state) == set(moved.parameters())
 
@@ -298,26 +298,27 @@ def lightning_module(model: nn.Module, manual: bool, seen: list[Any]) -> Any:
     return Module()
 
 
-def fit(model: nn.Module, manual: bool, steps: int, checkpoint: Path | None = None, **settings: Any) -> tuple[Any, list[Any]]:
+def fit(model: nn.Module, manual: bool, folder: Path, checkpoint: Path | None = None) -> tuple[Any, list[Any]]:
+    """Two epochs of three batches, with a checkpoint after each; the optimizer, and what each training_step has seen of it."""
     lightning = need("lightning")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
     seen: list[Any] = []
     module = lightning_module(model, manual, seen)
-    if not manual:
-        settings["gradient_clip_val"] = 1.0
     with warnings.catch_warnings():
         # Advice about workers and logging intervals, for real runs.
         warnings.filterwarnings("ignore", module="lightning")
         trainer = lightning.Trainer(
             accelerator="cpu",
-            max_steps=steps,
+            max_epochs=2,
+            gradient_clip_val=None if manual else 1.0,
+            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
             logger=False,
-            enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            **settings,
         )
-        trainer.fit(module, loader(6), ckpt_path=None if checkpoint is None else str(checkpoint))
-    return trainer, seen
+        trainer.fit(module, loader(3), ckpt_path=None if checkpoint is None else str(checkpoint))
+    return trainer.optimizers[0], seen
 
 
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
@@ -327,24 +328,20 @@ def test_lightning_fits_and_resumes_bit_exact(manual: bool, tmp_path: Path) -> N
     Guard: SELOptimizer.__setstate__; the wrapper asks the optimizer, also after a load.
     """
     model = make_model()
-    trainer, seen = fit(model, manual, 6)
-    optimizer = trainer.optimizers[0]
+    optimizer, seen = fit(model, manual, tmp_path / "a")
     wrapped, raw, weight, beta = seen[-1]
     assert type(wrapped).__name__ == "LightningSELAdamW" and isinstance(wrapped, SELAdamW) and wrapped is not optimizer
     assert beta == optimizer.beta(model[0].weight)
     plain = make_model()
     expected = SELAdamW(param_groups(plain), lr=1e-2, anneal_steps=4)
     # In the order of the groups, in which Lightning sums the norm.
-    by_hand(plain, expected, 6, clipped=[p for group in expected.param_groups for p in group["params"]])
+    by_hand(plain, expected, 2 * batches(3), clipped=[p for group in expected.param_groups for p in group["params"]])
     same_run(model, optimizer, plain, expected)
 
-    half = make_model()
-    trainer, _ = fit(half, manual, 3)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
     other = make_model(seed=1)
-    again, seen_again = fit(other, manual, 6, tmp_path / "half.ckpt")
-    same_run(model, optimizer, other, again.optimizers[0])
-    assert len(seen_again) == 3
+    again, seen_again = fit(other, manual, tmp_path / "b", tmp_path / "a" / "epoch=0.ckpt")
+    same_run(model, optimizer, other, again)
+    assert len(seen) == 6 and len(seen_again) == 3
     # What a hook reads through the wrapper is the loaded state.
     assert torch.equal(seen_again[-1][1], raw) and torch.equal(seen_again[-1][2], weight)
 
@@ -354,8 +351,8 @@ def test_a_copy_of_the_dict_sees_what_is_loaded(make: Callable[..., Any]) -> Non
     """Contract 23: wrappers take a copy of __dict__ at construction and never again. Guard: __setstate__ loads in place."""
     model, other = make_model(), make_model()
     optimizer, saved = make(model.parameters(), lr=1e-2), make(other.parameters(), lr=2e-2)
-    by_hand(model, optimizer, 2)
-    by_hand(other, saved, 3)
+    by_hand(model, optimizer, batches(2))
+    by_hand(other, saved, batches(3))
     wrapper = object.__new__(type("Wrapper", (type(optimizer),), {}))
     wrapper.__dict__ = dict(optimizer.__dict__)
     with pytest.warns(UserWarning, match="raw weights are authoritative"):
