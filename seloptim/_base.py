@@ -154,8 +154,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for i, p, name in [(i, p, name) for g, i, p, name in self._members() if g is group]:
                 curved.append(self._is_curved(group, i, p, name))
                 betas.append("auto")
-                if not curved[-1]:
-                    continue
+                if not curved[-1] or not p.requires_grad:
+                    continue  # a frozen weight is somebody's trained one
                 if p.is_meta:
                     raise ValueError(
                         f"init='mismatched' needs the weights of parameter {name}, which is on the meta device; "

@@ -40,7 +40,7 @@ class SELAdam(SELOptimizer):
             group also True or False.
         combine: "mismatched" (default, the paper's) or "congruent", whose linear path follows raw's sign.
         init: "preserve" (default) changes no weight. "mismatched" shrinks negative weights once, at construction, as the
-            paper does for training from scratch.
+            paper does for training from scratch; frozen parameters (requires_grad=False) are left as they are.
         beta: curvature: a positive number, "auto" (default: from the tensor's rms), "width", or a callable (name, p) -> float.
         lr_space: "raw" (default: lr is the step in raw space) or "weight": lr is divided by the tensor's mean slope at the
             start, so that a typical weight moves as far as under Adam.

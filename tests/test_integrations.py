@@ -360,3 +360,278 @@ def test_a_copy_of_the_dict_sees_what_is_loaded(make: Callable[..., Any]) -> Non
     assert wrapper.param_groups[0] is optimizer.param_groups[0]
     assert torch.equal(wrapper.raw(model[0].weight), saved.raw(other[0].weight))
     assert wrapper.raw(model[0].weight) is optimizer.raw(model[0].weight)
+
+
+# ------------------------------------------------------------------------------------------------------------- PEFT LoRA
+
+
+def adapted_model(seed: int = 0) -> Any:
+    peft = need("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    base = language_model()
+    torch.manual_seed(seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
+        return peft.get_peft_model(base, config)
+
+
+def train_adapters(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    rows = torch.stack([text["input_ids"] for text in texts()])
+    for k in steps:
+        batch = rows[2 * k : 2 * k + 2]
+        optimizer.zero_grad()
+        model(input_ids=batch, labels=batch).loss.backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("init", ["preserve", "mismatched"])
+def test_lora_trains_the_adapters_alone(init: str) -> None:
+    """The whole model goes to the optimizer, and no bit of the frozen base moves, whatever `init` says.
+
+    Guard: SELOptimizer._shrink leaves frozen weights alone.
+    """
+    model = adapted_model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = SELAdam(param_groups(model), lr=1e-2, init=init)
+    train_adapters(model, optimizer, range(3))
+    names = {p: name for name, p in model.named_parameters()}
+    trained = {names[p] for p in optimizer.state}
+    assert trained == {name for name in before if "lora_" in name} and len(trained) == 4
+    assert all("raw" in state for state in optimizer.state.values())
+    for name, p in model.named_parameters():
+        assert torch.equal(p, before[name]) == ("lora_" not in name), name
+
+
+def test_lora_resumes_bit_exact(tmp_path: Path) -> None:
+    """The adapters' file and the optimizer's are all that is needed. Guard: SELOptimizer.__setstate__."""
+    peft = need("peft")
+    model = adapted_model()
+    optimizer = SELAdam(param_groups(model), lr=1e-2, anneal_steps=6)
+    train_adapters(model, optimizer, range(3))
+    saved = peft.get_peft_model_state_dict(model)
+    torch.save({"adapters": saved, "optimizer": optimizer.state_dict()}, tmp_path / "adapters.pt")
+    train_adapters(model, optimizer, range(3, 6))
+
+    other = adapted_model(seed=1)
+    again = SELAdam(param_groups(other), lr=1e-2, anneal_steps=6)
+    file = torch.load(tmp_path / "adapters.pt", weights_only=True)
+    assert all("lora_" in name for name in file["adapters"])
+    peft.set_peft_model_state_dict(other, file["adapters"])
+    again.load_state_dict(file["optimizer"])
+    train_adapters(other, again, range(3, 6))
+    same(dict(model.state_dict()), dict(other.state_dict()))
+    same(optimizer.state_dict(), again.state_dict())
+
+
+# ------------------------------------------------------------------------------------------------------------------- mup
+
+
+def mup_model(width: int) -> nn.Module:
+    mup = need("mup")
+
+    def network(w: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(6, w), nn.Tanh(), nn.Linear(w, w), nn.Tanh(), mup.MuReadout(w, 3))
+
+    torch.manual_seed(0)
+    model = network(width)
+    mup.set_base_shapes(model, network(8), delta=network(16))
+    return model
+
+
+def unnamed_groups(model: nn.Module, **options: Any) -> list[dict[str, Any]]:
+    """mup reads `infshape` from each parameter, so it takes them without names."""
+    return [{**group, "params": [p for _, p in group["params"]]} for group in param_groups(model, **options)]
+
+
+def test_mup_takes_us_for_adam() -> None:
+    """Contract 22: an empty group, and lr and decay scaled in a group. It trains, saves and loads.
+
+    Guard: lr and weight_decay are read from the group, and `step` lists a group only with a parameter that has a gradient.
+    """
+    mup = need("mup")
+    model = mup_model(32)
+
+    def make(model: Any) -> SELAdamW:
+        hidden = model[2].weight
+        rest = [p for p in model.parameters() if p is not hidden]
+        return mup.MuAdam([{"params": [hidden]}, {"params": rest}], impl=SELAdamW, lr=1e-2, weight_decay=0.1)
+
+    optimizer = make(model)
+    assert type(optimizer) is SELAdamW
+    hidden, empty, _ = optimizer.param_groups
+    assert not empty["params"]
+    assert hidden["lr"] == 1e-2 / 4 and hidden["weight_decay"] == 0.1 * 4
+    assert optimizer.describe().count("mismatched") == 3
+    by_hand(model, optimizer, batches(3))
+
+    other = mup_model(32)
+    again = make(other)
+    other.load_state_dict(model.state_dict())
+    again.load_state_dict(optimizer.state_dict())
+    same_run(model, optimizer, other, again)
+
+
+def first_moves(width: int, keep_scales: bool, **options: Any) -> dict[str, float]:
+    """How far the first step moves raw and each learnable thing beside it, in the hidden matrix."""
+    mup = need("mup")
+    model = mup_model(width)
+    weight: Any = model[2].weight  # type: ignore[index]
+    optimizer = mup.MuAdam(unnamed_groups(model), impl=SELAdam, lr=1e-3, eps=1e-30, beta=4.0, **options)
+    if keep_scales:
+        for group in optimizer.param_groups:
+            times = 1e-3 / group["lr"]
+            group["scale_lr"] = {"e": 8 * times, "l": 4 * times, "m": 0.5 * times}
+    optimizer.state_dict()
+    what = {"raw": lambda: optimizer.raw(weight)}
+    what |= {kind: lambda kind=kind: optimizer.scales(weight)[kind][1] for kind in "elm"}
+    what |= {key: lambda key=key: optimizer.state[weight][key] for key in ("residual_b",) if options.get("residual_rank")}
+    before = {name: read().clone() for name, read in what.items()}
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.step()
+    return {name: float((read() - before[name]).abs().max()) for name, read in what.items()}
+
+
+def test_every_secondary_rate_is_a_multiple_of_the_groups_lr() -> None:
+    """Contract 22: mup scales lr, and so everything that a step moves: raw, scales and the residual.
+
+    Guard: the update takes the scales' rates times the group's lr, not the constructor's.
+    """
+    options = {"scale_lr": {"e": 8.0, "l": 4.0, "m": 0.5}, "structure": "col", "residual_rank": 1}
+    narrow, wide = (first_moves(width, False, **options) for width in (8, 32))
+    assert narrow == pytest.approx({"raw": 1e-3, "e": 8e-3, "l": 4e-3, "m": 0.5e-3, "residual_b": 1e-3}, rel=1e-3)
+    assert {name: move / narrow[name] for name, move in wide.items()} == pytest.approx(dict.fromkeys(narrow, 0.25), rel=1e-3)
+
+
+def test_scales_keep_their_pace_at_every_width_where_scale_lr_makes_up_for_mup() -> None:
+    """A scale is a gain of size 1 at every width, and mup gives gains an lr that does not shrink."""
+    narrow, wide = (first_moves(width, True, structure="col") for width in (8, 32))
+    assert wide["raw"] == pytest.approx(narrow["raw"] / 4, rel=1e-3)
+    for kind in "elm":
+        assert wide[kind] == pytest.approx(narrow[kind], rel=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------------------ torch's own
+
+
+def test_grad_scaler_with_accumulation_and_clipping_is_the_loop() -> None:
+    """Contract 18: scaled, accumulated, unscaled, clipped, and a step that overflows leaves no trace.
+
+    Guard: SELAdam._step_supports_amp_scaling is False where no kernel unscales, and GradScaler skips the step.
+    """
+    model, plain = make_model(), make_model()
+    optimizer, expected = (SELAdam(param_groups(m), lr=1e-2, anneal_steps=4) for m in (model, plain))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)  # pyright: ignore[reportPrivateImportUsage]
+    schedule = warm_up(optimizer)
+    skipped = 0
+    for k, batch in enumerate([*batches(4), *batches(2), *batches(8)[4:]]):
+        bad = k == 5  # the second half of the third step
+        scaler.scale(loss_of(model, batch) / 2 * (torch.inf if bad else 1.0)).backward()
+        if k % 2 == 0:
+            continue
+        before = copy.deepcopy((dict(model.state_dict()), optimizer.state_dict()))
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scale = scaler.get_scale()
+        scaler.update()
+        if bad:
+            skipped += 1
+            assert scaler.get_scale() < scale
+            same(before, (dict(model.state_dict()), optimizer.state_dict()))
+        else:
+            schedule.step()
+        optimizer.zero_grad()
+    assert skipped == 1
+    by_hand(plain, expected, batches(8), accumulate=2)
+    same_run(model, optimizer, plain, expected)
+
+
+SCHEDULES: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
+    "warm-up from 0": lambda o: lr_scheduler.LambdaLR(o, lambda k: min(k / 4, 1)),
+    "sequential": warm_up,
+    "chained": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, 0.1, 1.0, 3), lr_scheduler.ExponentialLR(o, 0.9)]
+    ),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, max_lr=2e-2, total_steps=10),
+    "cyclic betas": lambda o: lr_scheduler.CyclicLR(o, 1e-3, 1e-2, step_size_up=2, cycle_momentum=True),
+    "restarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=3),
+    "multiplicative": lambda o: lr_scheduler.MultiplicativeLR(o, lambda k: 0.9),
+}
+
+
+def scheduled(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Any, steps: range) -> list[tuple[Any, ...]]:
+    seen = []
+    for k in steps:
+        optimizer.zero_grad()
+        loss_of(model, batches(k + 1)[k]).backward()
+        optimizer.step()
+        seen.append((float(optimizer.param_groups[0]["lr"]), tuple(map(float, optimizer.param_groups[0]["betas"]))))
+        schedule.step()
+    return seen
+
+
+@pytest.mark.parametrize("tensor_lr", [False, True], ids=["number", "tensor"])
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedulers_drive_us_as_they_drive_adam(name: str, tensor_lr: bool) -> None:
+    """Contract 16, 19: where weight = raw, every schedule gives Adam's weights bit for bit; a tensor lr stays the tensor it was.
+
+    Guard: lr and betas are read from the group at each step.
+    """
+    ours, theirs = make_model(), make_model()
+    lr: Any = (lambda: torch.tensor(1e-2)) if tensor_lr else (lambda: 1e-2)
+    flat: dict[str, Any] = {"curved": "all", "combine": "congruent", "structure": "none", "scale_init": {"e": 0.0, "l": "beta"}}
+    optimizer = SELAdam(ours.parameters(), lr=lr(), beta=12.5, foreach=False, **flat)
+    adam = torch.optim.Adam(theirs.parameters(), lr=lr(), foreach=False, fused=False)
+    schedule, its_schedule = SCHEDULES[name](optimizer), SCHEDULES[name](adam)
+    held = optimizer.param_groups[0]["lr"]
+    seen = scheduled(ours, optimizer, schedule, range(8))
+    assert seen == scheduled(theirs, adam, its_schedule, range(8)) and len(set(seen)) >= 3
+    assert next(optimizer.named_curved()) and len(list(optimizer.named_curved())) == 6
+    if tensor_lr:
+        assert optimizer.param_groups[0]["lr"] is held
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-7)
+    else:
+        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules_resume_bit_exact(name: str) -> None:
+    """A scheduler writes into the group when it is made; the state loaded after it wins. Guard: _merged keeps saved options."""
+    model, other = make_model(), make_model(seed=1)
+    optimizer, again = (SELAdam(param_groups(m), lr=1e-2, anneal_steps=6) for m in (model, other))
+    schedule, its_schedule = SCHEDULES[name](optimizer), SCHEDULES[name](again)
+    scheduled(model, optimizer, schedule, range(4))
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict(), schedule.state_dict()))
+    for target, state in zip((other, again, its_schedule), saved, strict=True):
+        target.load_state_dict(state)
+    expected = scheduled(model, optimizer, schedule, range(4, 8))
+    assert scheduled(other, again, its_schedule, range(4, 8)) == expected
+    same_run(model, optimizer, other, again)
+
+
+def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:
+    """Weights are written in place under a compiled model: it sees them, is not compiled again, and its prefix is no name.
+
+    Guard: SELAdam writes into p and never replaces it; `_names` leaves `_orig_mod.` out.
+    """
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    count = CompileCounterWithBackend("aot_eager")
+    model, plain = make_model(), make_model()
+    compiled: Any = torch.compile(model, backend=count)
+    optimizer, expected = (SELAdam(param_groups(m), lr=1e-2, anneal_steps=6) for m in (compiled, plain))
+    assert next(optimizer.named_curved())[0].startswith("_orig_mod.")
+    by_hand(compiled, optimizer, batches(6))
+    by_hand(plain, expected, batches(6))
+    assert count.frame_count == 1
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+    resumed = make_model()
+    resumed.load_state_dict(model.state_dict())
+    again = SELAdam(param_groups(resumed), lr=1e-2, anneal_steps=6)
+    again.load_state_dict(optimizer.state_dict())
+    same(again.state_dict()["state"], optimizer.state_dict()["state"])

@@ -1,0 +1,124 @@
+"""Does the best learning rate stay where it is when the model grows? SELAdam with mup's parametrisation, and without.
+
+A network of three hidden layers on scikit-learn's digits, at several widths, each trained at a grid of learning rates. The best rate is
+where a parabola through the three lowest losses has its least. Needs mup and scikit-learn.
+
+    python examples/benchmarks/width.py
+"""
+
+import argparse
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from runner import run_cases
+from torch import Tensor, nn
+
+from seloptim import SELAdam, param_groups
+
+BASE = 32  # the width at which both parametrisations are the same
+SCALE_LR = {"e": (8.0, 1.3), "l": (8.0, 1.3), "m": (0.01, 0.5)}  # SELAdam's defaults
+
+
+def network(width: int, readout: type[nn.Linear]) -> nn.Sequential:
+    hidden = [layer for _ in range(2) for layer in (nn.Linear(width, width), nn.ReLU())]
+    return nn.Sequential(nn.Linear(64, width), nn.ReLU(), *hidden, readout(width, 10))
+
+
+def mup_network_and_optimizer(width: int, lr: float, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    from mup import MuAdam, MuReadout, set_base_shapes
+
+    model = network(width, MuReadout)
+    set_base_shapes(model, network(BASE, MuReadout), delta=network(2 * BASE, MuReadout))
+    # mup reads a shape from each parameter, so it takes them without names.
+    groups = [{**group, "params": [p for _, p in group["params"]]} for group in param_groups(model)]
+    optimizer = MuAdam(groups, impl=SELAdam, lr=lr, beta="width", anneal_steps=steps)
+    for group in optimizer.param_groups:
+        # A scale is a gain, of size 1 at every width: its rate is not to shrink with the matrices'.
+        shrunk = lr / group["lr"]
+        group["scale_lr"] = {kind: (shrunk * start, shrunk * end) for kind, (start, end) in SCALE_LR.items()}
+    return model, optimizer
+
+
+def plain_network_and_optimizer(width: int, lr: float, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = network(width, nn.Linear)
+    return model, SELAdam(param_groups(model), lr=lr, beta="width", anneal_steps=steps, scale_lr=SCALE_LR)
+
+
+def loss_at(width: int, with_mup: bool, lr: float, steps: int, seed: int) -> float:
+    """Mean loss over the last fifth of a training; infinite where it diverged."""
+    from sklearn.datasets import load_digits
+
+    pixels, digits = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
+    pixels = (pixels.float() - 8) / 6
+    torch.manual_seed(seed)
+    batches = torch.Generator().manual_seed(seed)
+    model, optimizer = (mup_network_and_optimizer if with_mup else plain_network_and_optimizer)(width, lr, steps)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+    losses: list[Tensor] = []
+    for _ in range(steps):
+        batch = torch.randint(len(digits), (128,), generator=batches)
+        loss = nn.functional.cross_entropy(model(pixels[batch]), digits[batch])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.detach())
+        if not loss.isfinite():
+            return math.inf
+    return float(torch.stack(losses[-steps // 5 :]).mean())
+
+
+def best(rates: list[float], losses: list[float]) -> float:
+    """log2 of the best rate: the least of a parabola through the lowest log loss and its neighbours."""
+    k = min(range(len(losses)), key=losses.__getitem__)
+    x = math.log2(rates[k])
+    if k in (0, len(losses) - 1) or not all(map(math.isfinite, losses[k - 1 : k + 2])):
+        return x
+    left, middle, right = (math.log(loss) for loss in losses[k - 1 : k + 2])
+    return x + math.log2(rates[k + 1] / rates[k]) * (left - right) / (2 * (left - 2 * middle + right))
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    width, with_mup, rates, steps, seeds = (case[key] for key in ("width", "mup", "rates", "steps", "seeds"))
+    losses = [
+        sum(loss_at(width, with_mup, lr, steps, seed) for seed in range(seeds)) / seeds for lr in rates
+    ]
+    return {**case, "losses": losses, "log2_best": best(rates, losses)}
+
+
+def table(report: dict[str, Any]) -> str:
+    lines = ["", f"{'':12}{'width':>6}  {'best lr':>8}  {'its loss':>8}"]
+    for with_mup in (False, True):
+        cases = [case for case in report["cases"] if case["mup"] == with_mup]
+        name = "with mup" if with_mup else "without"
+        for case in cases:
+            lines.append(f"{name:12}{case['width']:6}  {2 ** case['log2_best']:8.2g}  {min(case['losses']):8.3f}")
+        shift = cases[-1]["log2_best"] - cases[0]["log2_best"]
+        lines.append(f"{name:12}the best lr moved by a factor of {2**shift:.2f}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--widths", type=int, nargs="+", default=[64, 256, 1024])
+    parser.add_argument("--rates", type=float, nargs=2, default=[-13, -4], help="log2 of the least and the greatest lr")
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(arguments)
+    rates = [2.0**k for k in range(int(args.rates[0]), int(args.rates[1]) + 1)]
+    # At the upper end of the grid the optimizer warns, rightly, that lr is too large.
+    warnings.filterwarnings("ignore", message="lr \\* beta", category=UserWarning)
+    cases = [
+        {"width": width, "mup": with_mup, "rates": rates, "steps": args.steps, "seeds": args.seeds}
+        for with_mup in (False, True)
+        for width in args.widths
+    ]
+    run_cases(cases, measure, table, output=args.output)
+
+
+if __name__ == "__main__":
+    main()
