@@ -249,7 +249,10 @@ class Shadow:
                 )
         # A copy has seen nothing. There the shapes tell, and where combine is another the weights stay and raw follows.
         if seen is None and (fault := _rule.state_fault(self.state[p], p.shape, group["batch_dims"], False)):
-            raise ValueError(f"batch_dims={group['batch_dims']!r} in the group of parameter {name}, but {fault}; set it back")
+            raise ValueError(
+                f"batch_dims={group['batch_dims']!r} in the group of parameter {name}, but {fault}; set it back"
+            )
+
     def _invert_at(self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str) -> None:
         shape = view.raw.value.shape
         target = p.detach().to(torch.float64).reshape(shape)
@@ -425,7 +428,9 @@ class Shadow:
                 continue
             _, state = self._ensure(p)
             slope = float(self._slope(p, group).mean(dtype=torch.float64)) if p.numel() else math.nan
-            rows.append((name, shape, group["combine"], f"{state['beta']:.4g}", f"{slope:.4g}", self._bytes(group, p, curved)))
+            rows.append(
+                (name, shape, group["combine"], f"{state['beta']:.4g}", f"{slope:.4g}", self._bytes(group, p, curved))
+            )
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = []
         for row in rows:

@@ -1,8 +1,25 @@
 """What holds for all tests."""
 
+from collections.abc import Generator
+
 import pytest
 
 from seloptim import _execute
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fail-on-skip", action="store_true", help="a skipped test fails: for a run with every extra installed"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.config.getoption("--fail-on-skip"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and --fail-on-skip is set: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -75,7 +75,10 @@ def make_model(seed: int = 0) -> nn.Sequential:
 
 
 def batches(n: int) -> list[tuple[Tensor, Tensor]]:
-    return [(mixed(4, 6, seed=2 * k, dtype=torch.float32), mixed(4, 3, seed=2 * k + 1, dtype=torch.float32)) for k in range(n)]
+    return [
+        (mixed(4, 6, seed=2 * k, dtype=torch.float32), mixed(4, 3, seed=2 * k + 1, dtype=torch.float32))
+        for k in range(n)
+    ]
 
 
 def loader(n: int) -> DataLoader[Any]:
@@ -198,6 +201,23 @@ def test_hf_trainer_takes_the_groups_of_param_groups(tmp_path: Path) -> None:
     assert "lm_head.weight" in names and "model.embed_tokens.weight" not in names
 
 
+def test_gpt2_is_curved_by_name_as_the_page_says() -> None:
+    """Its matrices are in Conv1D modules, of which param_groups warns."""
+    transformers = need("transformers")
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    )
+    with pytest.warns(UserWarning, match="nothing to curve in GPT2LMHeadModel, whose matrices belong to Conv1D"):
+        param_groups(model)
+    optimizer = SELAdam(
+        model.named_parameters(), curved=lambda name, p: p.ndim >= 2 and ".wte." not in name and ".wpe." not in name
+    )
+    names = [name for name, _ in optimizer.named_curved()]
+    assert names == [
+        f"transformer.h.0.{name}.weight" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    ]
+
+
 # ------------------------------------------------------------------------------------------------------------ Accelerate
 
 
@@ -308,6 +328,7 @@ def fit(model: nn.Module, manual: bool, folder: Path, checkpoint: Path | None = 
     with warnings.catch_warnings():
         # Advice about workers and logging intervals, for real runs.
         warnings.filterwarnings("ignore", module="lightning")
+        warnings.filterwarnings("error", message="the loaded raw weights")
         trainer = lightning.Trainer(
             accelerator="cpu",
             max_epochs=2,
@@ -484,7 +505,9 @@ def first_moves(width: int, keep_scales: bool, **options: Any) -> dict[str, floa
     optimizer.state_dict()
     what = {"raw": lambda: optimizer.raw(weight)}
     what |= {kind: lambda kind=kind: optimizer.scales(weight)[kind][1] for kind in "elm"}
-    what |= {key: lambda key=key: optimizer.state[weight][key] for key in ("residual_b",) if options.get("residual_rank")}
+    what |= {
+        key: lambda key=key: optimizer.state[weight][key] for key in ("residual_b",) if options.get("residual_rank")
+    }
     before = {name: read().clone() for name, read in what.items()}
     loss_of(model, batches(1)[0]).backward()
     optimizer.step()
@@ -499,7 +522,9 @@ def test_every_secondary_rate_is_a_multiple_of_the_groups_lr() -> None:
     options = {"scale_lr": {"e": 8.0, "l": 4.0, "m": 0.5}, "structure": "col", "residual_rank": 1}
     narrow, wide = (first_moves(width, False, **options) for width in (8, 32))
     assert narrow == pytest.approx({"raw": 1e-3, "e": 8e-3, "l": 4e-3, "m": 0.5e-3, "residual_b": 1e-3}, rel=1e-3)
-    assert {name: move / narrow[name] for name, move in wide.items()} == pytest.approx(dict.fromkeys(narrow, 0.25), rel=1e-3)
+    assert {name: move / narrow[name] for name, move in wide.items()} == pytest.approx(
+        dict.fromkeys(narrow, 0.25), rel=1e-3
+    )
 
 
 def test_scales_keep_their_pace_at_every_width_where_scale_lr_makes_up_for_mup() -> None:
@@ -579,7 +604,12 @@ def test_schedulers_drive_us_as_they_drive_adam(name: str, tensor_lr: bool) -> N
     """
     ours, theirs = make_model(), make_model()
     lr: Any = (lambda: torch.tensor(1e-2)) if tensor_lr else (lambda: 1e-2)
-    flat: dict[str, Any] = {"curved": "all", "combine": "congruent", "structure": "none", "scale_init": {"e": 0.0, "l": "beta"}}
+    flat: dict[str, Any] = {
+        "curved": "all",
+        "combine": "congruent",
+        "structure": "none",
+        "scale_init": {"e": 0.0, "l": "beta"},
+    }
     optimizer = SELAdam(ours.parameters(), lr=lr(), beta=12.5, foreach=False, **flat)
     adam = torch.optim.Adam(theirs.parameters(), lr=lr(), foreach=False, fused=False)
     schedule, its_schedule = SCHEDULES[name](optimizer), SCHEDULES[name](adam)
