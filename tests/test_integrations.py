@@ -6,6 +6,7 @@ Models are built from configs and nothing is downloaded. Every resume is compare
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,6 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from seloptim import Curved, SELAdam, SELAdamW, _rule, param_groups
 from tests.cases import mixed
+
+BENCHMARKS = Path(__file__).parent.parent / "examples" / "benchmarks"
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
@@ -533,6 +536,28 @@ def test_scales_keep_their_pace_at_every_width_where_scale_lr_makes_up_for_mup()
     assert wide["raw"] == pytest.approx(narrow["raw"] / 4, rel=1e-3)
     for kind in "elm":
         assert wide[kind] == pytest.approx(narrow[kind], rel=1e-3)
+
+
+def test_with_mup_the_best_lr_stays_nearer_when_the_network_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The benchmark in a short form: four times as wide, and the best lr without mup falls by more than it moves with mup."""
+    need("mup", "sklearn")
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    spec = importlib.util.spec_from_file_location("width", BENCHMARKS / "width.py")
+    assert spec is not None and spec.loader is not None
+    width = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(width)
+    rates = [2.0**k for k in range(-10, -4)]
+    cases = [
+        {"arm": arm, "base": 64, "width": w, "rates": rates, "steps": 30, "seeds": 1}
+        for arm in ("without mup", "mup")
+        for w in (64, 256)
+    ]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"lr \* beta")  # at the upper end of the grid
+        measured = [width.measure(case) for case in cases]
+    assert measured[0]["losses"] == measured[2]["losses"], "at the base width mup changes nothing"
+    without, with_mup = (width.shift({"cases": measured}, arm) for arm in ("without mup", "mup"))
+    assert without < -0.4 and abs(with_mup) < 0.75 * abs(without)
 
 
 # ------------------------------------------------------------------------------------------------------------ torch's own
