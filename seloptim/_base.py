@@ -313,22 +313,24 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for group in self.param_groups:
                 group.update({**SEL_DEFAULTS, **self.defaults, **group})
             return
-        before = self.state, self.param_groups, self._seen
+        held = self.state, self.param_groups, self._seen
         super().__setstate__(state)
         self._seen = {}
         try:
-            for live, group in zip(before[1], self.param_groups, strict=True):
+            for live, group in zip(held[1], self.param_groups, strict=True):
                 group.update(_merged(live, group))
             self._reinstall(incoming)
         except BaseException:
-            self.state, self.param_groups, self._seen = before
+            self.state, self.param_groups, self._seen = held
             raise
-        # In place: a wrapper that holds a copy of our __dict__ must not go on with the state from before.
-        for held, loaded in zip(before[::2], (self.state, self._seen), strict=True):
-            held.clear()
-            held.update(loaded)
-        before[1][:] = self.param_groups
-        self.state, self.param_groups, self._seen = before
+        # In place: a wrapper that holds a copy of our __dict__ must not go on with what was there before.
+        loaded = self.state, self.param_groups, self._seen
+        self.state, self.param_groups, self._seen = held
+        self.state.clear()
+        self.state.update(loaded[0])
+        self.param_groups[:] = loaded[1]
+        self._seen.clear()
+        self._seen.update(loaded[2])
 
     def _check_incoming(self, state_dict: dict[str, Any]) -> None:
         """Everything that can be wrong with a saved state, before anything changes."""

@@ -72,9 +72,13 @@ def same_run(model: nn.Module, optimizer: Any, other: nn.Module, its_optimizer: 
     same(optimizer.state_dict(), its_optimizer.state_dict())
 
 
-def make_model(seed: int = 0) -> nn.Sequential:
+# In bfloat16 a state that a load has cast to the parameters' dtype is another one.
+dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+
+
+def make_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3))
+    return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 3)).to(dtype)
 
 
 def batches(n: int) -> list[tuple[Tensor, Tensor]]:
@@ -91,7 +95,7 @@ def loader(n: int) -> DataLoader[Any]:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    return (model(batch[0]) - batch[1]).square().mean()
+    return (model(batch[0].to(next(model.parameters()).dtype)).float() - batch[1]).square().mean()
 
 
 def warm_up(optimizer: torch.optim.Optimizer) -> lr_scheduler.LRScheduler:
@@ -124,7 +128,7 @@ def by_hand(
 # --------------------------------------------------------------------------------------------- Hugging Face Transformers
 
 
-def language_model(seed: int = 0) -> Any:
+def language_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     transformers = need("transformers")
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
@@ -136,7 +140,7 @@ def language_model(seed: int = 0) -> Any:
         num_key_value_heads=1,
         max_position_embeddings=16,
     )
-    return transformers.LlamaForCausalLM(config)
+    return transformers.LlamaForCausalLM(config).to(dtype)
 
 
 def texts() -> list[dict[str, Tensor]]:
@@ -167,13 +171,14 @@ def hf_trainer(model: Any, folder: Path, how: str, **arguments: Any) -> Any:
     return transformers.Trainer(model, args, train_dataset=texts(), **given)
 
 
+@dtypes
 @pytest.mark.parametrize("how", ["class", "instance"])
-def test_hf_trainer_resumes_bit_exact(how: str, tmp_path: Path) -> None:
+def test_hf_trainer_resumes_bit_exact(how: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Contract 23. Accelerate's wrapper round-trips the state before the first step; a checkpoint is read in another process.
 
-    Guard: SELOptimizer.__setstate__ re-installs the saved tensors.
+    Guard: SELOptimizer._reinstall puts the saved tensors back in their own dtype.
     """
-    model = language_model()
+    model = language_model(dtype=dtype)
     before = copy.deepcopy(model.state_dict())
     trainer = hf_trainer(model, tmp_path / "a", how)
     trainer.train()
@@ -184,7 +189,7 @@ def test_hf_trainer_resumes_bit_exact(how: str, tmp_path: Path) -> None:
         weight, before["model.layers.0.mlp.up_proj.weight"]
     )
 
-    other = language_model(seed=1)
+    other = language_model(seed=1, dtype=dtype)
     again = hf_trainer(other, tmp_path / "b", how)
     again.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
     same_run(model, optimizer, other, again.optimizer.optimizer)
@@ -261,9 +266,10 @@ def test_accelerate_changes_nothing(tmp_path: Path) -> None:
     same_run(model, optimizer, plain, expected)
 
 
-def test_accelerate_resumes_bit_exact(tmp_path: Path) -> None:
-    """save_state in one process, load_state in another. Guard: SELOptimizer.__setstate__."""
-    model, other = make_model(), make_model(seed=1)
+@dtypes
+def test_accelerate_resumes_bit_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+    """save_state in one process, load_state in another. Guard: SELOptimizer._reinstall."""
+    model, other = make_model(dtype=dtype), make_model(seed=1, dtype=dtype)
     optimizer = accelerated(tmp_path, model, 12, save_at=6)
     again = accelerated(tmp_path, other, 12, load=True)
     same_run(model, optimizer, other, again)
@@ -291,7 +297,7 @@ def test_accelerate_may_replace_parameters_before_the_first_step() -> None:
 # ------------------------------------------------------------------------------------------------------------- Lightning
 
 
-def lightning_module(model: nn.Module, manual: bool, seen: list[Any]) -> Any:
+def lightning_module(model: Any, manual: bool, seen: list[Any]) -> Any:
     lightning = need("lightning")
 
     class Module(lightning.LightningModule):
@@ -323,9 +329,7 @@ def lightning_module(model: nn.Module, manual: bool, seen: list[Any]) -> Any:
 
 def fit(model: nn.Module, manual: bool, folder: Path, checkpoint: Path | None = None) -> tuple[Any, list[Any]]:
     """Two epochs of three batches, with a checkpoint after each; the optimizer, and what each training_step has seen of it."""
-    lightning = need("lightning")
-    from lightning.pytorch.callbacks import ModelCheckpoint
-
+    lightning, callbacks = need("lightning", "lightning.pytorch.callbacks")
     seen: list[Any] = []
     module = lightning_module(model, manual, seen)
     with warnings.catch_warnings():
@@ -336,7 +340,7 @@ def fit(model: nn.Module, manual: bool, folder: Path, checkpoint: Path | None = 
             accelerator="cpu",
             max_epochs=2,
             gradient_clip_val=None if manual else 1.0,
-            callbacks=[ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
+            callbacks=[callbacks.ModelCheckpoint(folder, "{epoch}", save_top_k=-1)],
             logger=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -345,24 +349,25 @@ def fit(model: nn.Module, manual: bool, folder: Path, checkpoint: Path | None = 
     return trainer.optimizers[0], seen
 
 
+@dtypes
 @pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
-def test_lightning_fits_and_resumes_bit_exact(manual: bool, tmp_path: Path) -> None:
+def test_lightning_fits_and_resumes_bit_exact(manual: bool, dtype: torch.dtype, tmp_path: Path) -> None:
     """Contract 23: a subclass made on the fly reads our state, all of it but `step` is moved to the device, and a run goes on.
 
-    Guard: SELOptimizer.__setstate__; the wrapper asks the optimizer, also after a load.
+    Guard: SELOptimizer._reinstall; the wrapper asks the optimizer, also after a load.
     """
-    model = make_model()
+    model = make_model(dtype=dtype)
     optimizer, seen = fit(model, manual, tmp_path / "a")
     wrapped, raw, weight, beta = seen[-1]
     assert type(wrapped).__name__ == "LightningSELAdamW" and isinstance(wrapped, SELAdamW) and wrapped is not optimizer
     assert beta == optimizer.beta(model[0].weight)
-    plain = make_model()
+    plain = make_model(dtype=dtype)
     expected = SELAdamW(param_groups(plain), lr=1e-2, anneal_steps=4)
     # In the order of the groups, in which Lightning sums the norm.
     by_hand(plain, expected, 2 * batches(3), clipped=[p for group in expected.param_groups for p in group["params"]])
     same_run(model, optimizer, plain, expected)
 
-    other = make_model(seed=1)
+    other = make_model(seed=1, dtype=dtype)
     again, seen_again = fit(other, manual, tmp_path / "b", tmp_path / "a" / "epoch=0.ckpt")
     same_run(model, optimizer, other, again)
     assert len(seen) == 6 and len(seen_again) == 3
@@ -389,14 +394,14 @@ def test_a_copy_of_the_dict_sees_what_is_loaded(make: Callable[..., Any]) -> Non
 # ------------------------------------------------------------------------------------------------------------- PEFT LoRA
 
 
-def adapted_model(seed: int = 0) -> Any:
+def adapted_model(seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
     peft = need("peft")
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
     base = language_model()
     torch.manual_seed(seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # between peft and transformers
-        return peft.get_peft_model(base, config)
+        return peft.get_peft_model(base, config).to(dtype)
 
 
 def train_adapters(model: Any, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -426,17 +431,18 @@ def test_lora_trains_the_adapters_alone(init: str) -> None:
         assert torch.equal(p, before[name]) == ("lora_" not in name), name
 
 
-def test_lora_resumes_bit_exact(tmp_path: Path) -> None:
-    """The adapters' file and the optimizer's are all that is needed. Guard: SELOptimizer.__setstate__."""
+@dtypes
+def test_lora_resumes_bit_exact(dtype: torch.dtype, tmp_path: Path) -> None:
+    """The adapters' file and the optimizer's are all that is needed. Guard: SELOptimizer._reinstall."""
     peft = need("peft")
-    model = adapted_model()
+    model = adapted_model(dtype=dtype)
     optimizer = SELAdam(param_groups(model), lr=1e-2, anneal_steps=6)
     train_adapters(model, optimizer, range(3))
     saved = peft.get_peft_model_state_dict(model)
     torch.save({"adapters": saved, "optimizer": optimizer.state_dict()}, tmp_path / "adapters.pt")
     train_adapters(model, optimizer, range(3, 6))
 
-    other = adapted_model(seed=1)
+    other = adapted_model(seed=1, dtype=dtype)
     again = SELAdam(param_groups(other), lr=1e-2, anneal_steps=6)
     file = torch.load(tmp_path / "adapters.pt", weights_only=True)
     assert all("lora_" in name for name in file["adapters"])
