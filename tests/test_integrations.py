@@ -286,6 +286,7 @@ def test_accelerate_may_replace_parameters_before_the_first_step() -> None:
     assert wrapped.optimizer.state, "prepare() made state"
     moved = copy.deepcopy(model)
     wrapped._switch_parameters(dict(zip(model.parameters(), moved.parameters(), strict=True)))
+    assert len(wrapped.state_dict()["state"]) == len(list(moved.parameters()))
     by_hand(moved, wrapped, batches(4))
     fresh = make_model()
     expected = SELAdam(param_groups(fresh), lr=1e-2)
@@ -673,10 +674,7 @@ def test_schedules_resume_bit_exact(name: str) -> None:
 
 
 def test_a_compiled_model_trains_as_it_does_uncompiled() -> None:
-    """Weights are written in place under a compiled model: it sees them, is not compiled again, and its prefix is no name.
-
-    Guard: SELAdam writes into p and never replaces it; `_names` leaves `_orig_mod.` out.
-    """
+    """Weights are written in place under a compiled model: it sees them and is not compiled again; its state loads elsewhere."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
