@@ -121,6 +121,10 @@ def test_every_python_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest
             if (missing.name or "").partition(".")[0] not in OPTIONAL:
                 raise
             skipped.append(f"line {block.line} needs {missing.name}")
+        except NameError as unknown:
+            if not skipped:
+                raise
+            skipped.append(f"line {block.line} needs {unknown.name}")
         printed = out.getvalue()
     if skipped:
         pytest.skip("; ".join(skipped))
