@@ -71,7 +71,7 @@ def twin(optimizer: SELAdam, options: dict[str, Any], dtype: torch.dtype | None 
             other.state[q][key] = value.to(other.state[q]["raw"].dtype, copy=True)
         else:
             other.state[q][key] = copy.deepcopy(value)
-    other._remember(q, bool(optimizer._any_n(optimizer.state[p])))
+    other._remember(q, other.param_groups[0], bool(optimizer._any_n(optimizer.state[p])))
     return other
 
 
