@@ -4,9 +4,10 @@ No arithmetic of its own. On a CPU the stages run over blocks of rows whose temp
 is 2.5 times faster than over whole matrices, whose temporaries are fetched from memory and mapped anew at each operation.
 """
 
+import itertools
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -14,12 +15,13 @@ import torch
 from torch import Tensor
 
 from . import _rule
-from ._rule import Curve, Hyper, Pulled, Slot, Views
+from ._rule import Curve, Hyper, Pulled, Scales, Slot, Views
 
 logger = logging.getLogger("seloptim")
 
 NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32 a temporary
+BLOCK_ELEMENTS = 1 << 19  # 2 MiB of float32 a temporary
+BY_ROW = ("raw", "scale_row", "residual_b")  # of the state, what has rows
 STACK_BYTES = 64 << 20  # on an accelerator; on a CPU a stack is one block, since a larger one only adds copies
 
 
@@ -33,9 +35,6 @@ class Item(NamedTuple):
     step: float  # counts this step
     slope: float  # what lr is divided by for raw
     rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen
-
-
-Blocks = list[tuple[tuple[slice, slice], Pulled]]  # what was pulled from each block of a parameter
 
 
 def run(
@@ -214,19 +213,20 @@ def _step(
 ) -> None:
     """The four stages over one batch of matrices (batch, rows, cols), block by block."""
     decay = hyper.weight_decay if hyper.decoupled else 0.0
-    pulled: Blocks = []
-    for block in _blocks(state.raw.value):
-        part, part_curve = _cut(state, curve, block)
-        found = _rule.pull(_gradient(grad[block], weight[block], part.raw.value.dtype, hyper), part, part_curve)
-        _rule.update(part.raw, found.raw, hyper, step, _cut_rate(lr, block), decay)
-        pulled.append((block, found._replace(raw=weight)))  # raw's gradient is spent: let its memory go
+    cut = _cut(state.raw.value)
+    pulled: list[Pulled] = []
+    for (part, scales), w, g in zip(_parts(state, curve, cut), _pieces(weight, cut), _pieces(grad, cut), strict=True):
+        found = _rule.pull(_gradient(g, w, part.raw.value.dtype, hyper), part, curve, scales)
+        _rule.update(part.raw, found.raw, hyper, step, lr, decay)
+        pulled.append(found._replace(raw=weight))  # raw's gradient is spent: let its memory go
     _finish(weight, state, curve, hyper, step, rates, pulled)
 
 
 def _finish(
-    weight: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, rates: Tensor, pulled: Blocks
+    weight: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float, rates: Tensor, pulled: list[Pulled]
 ) -> None:
     """What follows when raw has moved: the factors, and the weight."""
+    cut = _cut(state.raw.value)
     for name in _rule.VALUES[1:]:
         slot: Slot | None = getattr(state, name)
         if slot is None:
@@ -234,38 +234,35 @@ def _finish(
         scale = name.startswith("scale")
         if scale and not curve.learned:
             continue
-        total = _gather(slot.value, [(block, getattr(found, name)) for block, found in pulled], name)
+        total = _gather(slot.value, [getattr(found, name) for found in pulled], cut, name in BY_ROW)
         own_lr = hyper.lr * rates if scale and not _rule.is_zero(hyper.lr) else hyper.lr
         _rule.update(slot, total, hyper, step, own_lr)
     if _rule.is_zero(hyper.lr):
         return
-    for block, _ in pulled:
-        part, part_curve = _cut(state, curve, block)
-        moved = _rule.push(part, part_curve)
+    for (part, scales), w in zip(_parts(state, curve, cut), _pieces(weight, cut), strict=True):
+        moved = _rule.push(part, curve, scales)
         if isinstance(hyper.lr, Tensor) and not _rule.on_host(hyper.lr):
-            moved = torch.where(hyper.lr == 0, weight[block], moved.to(weight.dtype))
-        weight[block].copy_(moved)
+            moved = torch.where(hyper.lr == 0, w, moved.to(w.dtype))
+        w.copy_(moved)
 
 
-def pull(item: Item, hyper: Hyper) -> tuple[Tensor, Blocks]:
+def pull(item: Item, hyper: Hyper) -> tuple[Tensor, list[Pulled]]:
     """The first stage alone, for another optimizer to move raw by: (gradient of raw, what `push` takes on)."""
     raw = item.state.raw.value
     weight, grad = item.param.detach().reshape(raw.shape), item.grad.detach().reshape(raw.shape)
-    blocks = list(_blocks(raw))
-    gradient = torch.empty_like(raw) if len(blocks) > 1 else raw
-    pulled: Blocks = []
-    for block in blocks:
-        part, part_curve = _cut(item.state, item.curve, block)
-        found = _rule.pull(_gradient(grad[block], weight[block], raw.dtype, hyper), part, part_curve)
-        if len(blocks) > 1:
-            gradient[block] = found.raw
-        else:
-            gradient = found.raw
-        pulled.append((block, found._replace(raw=weight)))
+    cut = _cut(raw)
+    gradient = torch.empty_like(raw)
+    pulled: list[Pulled] = []
+    for (part, scales), w, g, target in zip(
+        _parts(item.state, item.curve, cut), *(_pieces(t, cut) for t in (weight, grad, gradient)), strict=True
+    ):
+        found = _rule.pull(_gradient(g, w, raw.dtype, hyper), part, item.curve, scales)
+        target.copy_(found.raw)
+        pulled.append(found._replace(raw=weight))
     return gradient, pulled
 
 
-def push(item: Item, hyper: Hyper, pulled: Blocks) -> None:
+def push(item: Item, hyper: Hyper, pulled: list[Pulled]) -> None:
     """The other stages, when raw has moved: the factors by Adam, and the parameter onto the map."""
     param = item.param.detach()
     weight = param.reshape(item.state.raw.value.shape)
@@ -289,53 +286,66 @@ def _gradient(grad: Tensor, weight: Tensor, dtype: torch.dtype, hyper: Hyper) ->
     return grad
 
 
-def _blocks(raw: Tensor) -> Iterator[tuple[slice, slice]]:
-    """(batch slice, row slice) of the pieces that a step is cut into: everything at once on an accelerator."""
+class Cut(NamedTuple):
+    """Into blocks of how many matrices, and of how many of their rows, a step is cut."""
+
+    batch: int
+    rows: int
+    blocks: int  # along the rows
+
+
+def _cut(raw: Tensor) -> Cut:
+    """Blocks that fit the cache; everything at once on an accelerator."""
     batch, rows, cols = raw.shape
     if raw.device.type != "cpu" or raw.numel() <= BLOCK_ELEMENTS:
-        yield slice(0, batch), slice(0, rows)
-    elif rows * cols <= BLOCK_ELEMENTS:
-        size = BLOCK_ELEMENTS // (rows * cols)
-        for start in range(0, batch, size):
-            yield slice(start, min(start + size, batch)), slice(0, rows)
-    else:
-        size = max(1, BLOCK_ELEMENTS // cols)
-        for b in range(batch):
-            for start in range(0, rows, size):
-                yield slice(b, b + 1), slice(start, min(start + size, rows))
+        return Cut(max(1, batch), max(1, rows), 1)
+    if rows * cols <= BLOCK_ELEMENTS:
+        return Cut(BLOCK_ELEMENTS // (rows * cols), rows, 1)
+    size = max(1, BLOCK_ELEMENTS // cols)
+    return Cut(1, size, -(-rows // size))
 
 
-def _cut(state: Views, curve: Curve, block: tuple[slice, slice]) -> tuple[Views, Curve]:
-    """The part of state and curve that belongs to a block; factors that are one number serve every row."""
-    batch, rows, _ = state.raw.value.shape
-    if block == (slice(0, batch), slice(0, rows)):
-        return state, curve
+def _pieces(tensor: Tensor, cut: Cut, by_row: bool = True) -> list[Tensor]:
+    """A tensor (batch, rows, ...) as one view a block; one without rows, or with one for all, serves every row."""
+    by_batch = tensor.split(cut.batch)
+    if not by_row or tensor.shape[1] == 1:
+        return [piece for piece in by_batch for _ in range(cut.blocks)]
+    return [row for piece in by_batch for row in piece.split(cut.rows, 1)]
 
-    def cut(slot: Slot | None, by_row: bool) -> Slot | None:
+
+def _parts(state: Views, curve: Curve, cut: Cut) -> Iterable[tuple[Views, Scales]]:
+    """For each block its part of raw and residual, and of the scales, which are unpacked once."""
+    scales = _rule.unpack(*_rule.factors(state), curve)
+    if cut.batch >= state.raw.value.shape[0] and cut.blocks == 1:
+        return [(state, scales)]
+
+    def slots(name: str) -> Iterable[Slot | None]:
+        slot = getattr(state, name)
         if slot is None:
-            return None
-        whole = not by_row or slot.value.shape[-2] == 1
-        index: Callable[[Tensor], Tensor] = lambda t: t[block[0]] if whole else t[block]  # noqa: E731
-        return Slot(*(None if t is None else index(t) for t in slot))  # type: ignore[arg-type]
+            return itertools.repeat(None)
+        pieces = (itertools.repeat(None) if t is None else _pieces(t, cut, name in BY_ROW) for t in slot)
+        return itertools.starmap(Slot, zip(*pieces, strict=False))
 
-    slots = (
-        cut(slot, name not in ("scale_col", "residual_a")) for name, slot in zip(Views._fields, state, strict=True)
+    def vectors(of: tuple[Tensor, ...], by_row: bool) -> Iterable[tuple[Tensor, ...]]:
+        return zip(*(_pieces(v, cut, by_row) for v in of), strict=True) if of else itertools.repeat(())
+
+    views = (
+        Views(raw, None, None, b, a)  # type: ignore[arg-type]
+        for raw, b, a in zip(slots("raw"), slots("residual_b"), slots("residual_a"), strict=False)
     )
-    part = Views(*slots)  # type: ignore[arg-type]
-    return part, curve._replace(beta=_cut_rate(curve.beta, block))
+    # A stack, whose matrices have a curvature each and units in tensors, is never cut.
+    parts = (
+        scales._replace(row=row, col=col)
+        for row, col in zip(vectors(scales.row, True), vectors(scales.col, False), strict=False)
+    )
+    return zip(views, parts, strict=True)
 
 
-def _cut_rate(rate: float | Tensor, block: tuple[slice, slice]) -> float | Tensor:
-    return rate[block[0]] if isinstance(rate, Tensor) and rate.dim() == 3 else rate
-
-
-def _gather(like: Tensor, parts: list[tuple[tuple[slice, slice], Tensor]], name: str) -> Tensor:
+def _gather(like: Tensor, parts: list[Tensor], cut: Cut, by_row: bool) -> Tensor:
     """The whole gradient of a factor from those of the blocks, added in their order, so that runs repeat bit for bit."""
     if len(parts) == 1:
-        return parts[0][1]
+        return parts[0]
     total = torch.zeros_like(like)
-    by_row = name in ("scale_row", "residual_b") and like.shape[-2] != 1
-    for (batch, rows), part in parts:
-        target = total[batch, rows] if by_row else total[batch]
+    for target, part in zip(_pieces(total, cut, by_row), parts, strict=True):
         target.add_(part)
     return total

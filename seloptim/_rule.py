@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .functional import KINDS, _inverse, _no_inverse_reason, _over, sel_derivatives, sel_forward
+from .functional import KINDS, _inverse, _map, _no_inverse_reason, _over, _owned, _shares, sel_derivatives
 
 STRUCTURES = ("row_col", "row", "col", "scalar", "none")
 VALUES = ("raw", "scale_row", "scale_col", "residual_b", "residual_a")
@@ -280,38 +280,50 @@ def views(state: Mapping[str, Tensor | float], batch_dims: int, amsgrad: bool) -
 # --------------------------------------------------------------------------------------------------------- the stages
 
 
-def patterns(row: Tensor | None, col: Tensor | None, curve: Curve) -> list[Tensor | float]:
-    """(e/beta, l/beta, beta*m, n), broadcastable to (batch, rows, cols): the map's scales for a curvature of 1.
+class Scales(NamedTuple):
+    """The factors of the scales, for a curvature of 1: scale[i, j] = row[i] * col[j] is e/beta, l/beta, beta*m, n.
 
-    scale[i, j] = row[i] * col[j], a missing factor being 1. beta goes into the factors, which are small.
+    Unpacked once for a stage that is cut into blocks. A part is a vector each for e, l, m and e*m, and for n and e*n where
+    there is an n; it is empty where the structure has no such factor.
     """
-    first, second = (row, col) if row is not None else (col, None)
-    assert first is not None
-    firsts, seconds = by_kind(first), by_kind(second)
-    beta = curve.beta.squeeze(-1) if isinstance(curve.beta, Tensor) else curve.beta
-    found: list[Tensor | float] = []
-    for k, kind in enumerate(KINDS):
-        if kind == "n" and not curve.has_n:
-            found.append(0.0)
-            continue
-        scale = firsts[k]
-        if kind in ("e", "l"):
-            over = _over(scale, beta)
-            assert isinstance(over, Tensor)
-            scale = over
-        elif kind == "m":
-            scale = scale * beta
-        scale = scale.unsqueeze(-1 if row is not None else -2)
-        found.append(scale if second is None else scale * seconds[k].unsqueeze(-2))
-    return found
+
+    row: tuple[Tensor, ...]  # (batch, rows or 1, 1)
+    col: tuple[Tensor, ...]  # (batch, 1, cols)
+    row_units: tuple[float | Tensor, ...]  # a kind each: what brings a sum over columns to the packed factor's gradient
+    col_units: tuple[float | Tensor, ...]
 
 
-def by_kind(factor: Tensor | None) -> tuple[Tensor, ...]:
-    """A packed factor (batch, length, kinds) as one contiguous (batch, length) a kind.
+# Where a kind's vector stands in Scales, and the vector that its shares are summed with: those of m and n are per unit of
+# e (functional._shares), so that e comes in with the vectors: sum_j (share[i, j] * (e*m)[j]) * e[i].
+VECTOR = {"e": 0, "l": 1, "m": 2, "n": 4}
+SUMMED_WITH = {"e": 0, "l": 1, "m": 3, "n": 5}
 
-    The packing has a stride of four numbers; a product with such a vector falls off the processor's vector path.
-    """
-    return () if factor is None else factor.permute(2, 0, 1).contiguous().unbind()
+
+def unpack(row: Tensor | None, col: Tensor | None, curve: Curve) -> Scales:
+    """The packed factors (batch, length, kinds) as vectors, with the curvature in the first of them."""
+    beta = curve.beta
+
+    def vectors(factor: Tensor, first: bool) -> tuple[Tensor, ...]:
+        # The packing has a stride of four numbers; a product with such a vector falls off the processor's vector path.
+        e, l, m, n = factor.permute(2, 0, 1).contiguous().unsqueeze(-1).unbind()
+        if first:
+            e, l, m = _over(e, beta), _over(l, beta), m * beta  # type: ignore[assignment]
+        return (e, l, m, e * m, n, e * n) if curve.has_n else (e, l, m, e * m)  # type: ignore[return-value]
+
+    rows = () if row is None else vectors(row, True)
+    cols = () if col is None else vectors(col, not rows)
+    units, ones = (1 / beta, 1 / beta, beta, -1.0), (1.0, 1.0, 1.0, -1.0)
+    return Scales(rows, tuple(v.mT for v in cols), units, ones if rows else units)
+
+
+def pair(scales: Scales, place: int) -> tuple[Tensor, ...]:
+    """The row and the column at a place of Scales, whose product is the scale; a missing one is 1."""
+    return tuple(vectors[place] for vectors in (scales.row, scales.col) if vectors)
+
+
+def patterns(scales: Scales, curve: Curve) -> list[Tensor | float]:
+    """(e/beta, l/beta, beta*m, n), broadcastable to (batch, rows, cols): the map's scales for a curvature of 1."""
+    return [0.0 if kind == "n" and not curve.has_n else math.prod(pair(scales, VECTOR[kind])) for kind in KINDS]
 
 
 def factors(state: Views) -> tuple[Tensor | None, Tensor | None]:
@@ -324,31 +336,31 @@ def factors(state: Views) -> tuple[Tensor | None, Tensor | None]:
 
 def slope(state: Views, curve: Curve) -> Tensor:
     """d weight / d raw, (batch, rows, cols)."""
-    scales = patterns(*factors(state), curve)
+    scales = patterns(unpack(*factors(state), curve), curve)
     return sel_derivatives(state.raw.value, *scales, beta=1.0, combine=curve.combine, kinds=())[0]
 
 
-def pull(grad: Tensor, state: Views, curve: Curve) -> Pulled:
+def pull(grad: Tensor, state: Views, curve: Curve, scales: Scales | None = None) -> Pulled:
     """Gradients of the state from the gradient of the weight, at the old raw and the old scales.
 
-    grad_raw = grad * slope;  grad_row[i] = sum_j grad[i,j] * derivative[i,j] * col[j], and the other way round.
+    raw: grad * slope;  a row factor: sum_j grad[i,j] * derivative[i,j] * col[j], and the other way round;
+    B: grad A^T, A: B^T grad. What is not finite adds nothing to factors, and goes on to its own weight.
+    `scales` are the state's, where a caller holds them unpacked.
     """
-    row, col = factors(state)
-    slopes, derivatives = sel_derivatives(
-        state.raw.value, *patterns(row, col, curve), beta=1.0, combine=curve.combine, kinds=curve.learned
-    )
+    scales = unpack(*factors(state), curve) if scales is None else scales
+    pulled, shares = _shares_of(grad, state.raw.value, scales, curve)
     # One NaN or inf, of a gradient or of a weight that met one before, would spread over its whole row and column through the
     # sums; its own weight meets it in grad * slope. On an accelerator a look at the sums would make the host wait.
     careful = grad.device.type != "cpu"
-    grad_row, grad_col = _pull_factors(grad, row, col, derivatives, curve, careful)
-    if not careful and not all(bool(found.isfinite().all()) for found in (grad_row, grad_col) if found is not None):
-        grad_row, grad_col = _pull_factors(grad, row, col, derivatives, curve, True)
+    grad_row, grad_col = _sums(shares, scales, careful)
+    if not careful and not math.isfinite(sum(found.sum() for found in (grad_row, grad_col) if found is not None)):
+        grad_row, grad_col = _sums(shares, scales, True)
     grad_b = grad_a = None
     if state.residual_b is not None and state.residual_a is not None:
         finite = torch.nan_to_num(grad, 0.0, 0.0, 0.0)
         grad_b = finite @ state.residual_a.value.mT
         grad_a = state.residual_b.value.mT @ finite
-    return Pulled(grad * slopes, grad_row, grad_col, grad_b, grad_a)
+    return Pulled(pulled, grad_row, grad_col, grad_b, grad_a)
 
 
 def pull_squares(grad_sq: Tensor, state: Views, curve: Curve) -> Pulled:
@@ -356,80 +368,67 @@ def pull_squares(grad_sq: Tensor, state: Views, curve: Curve) -> Pulled:
 
     raw: grad_sq * slope^2;  a row factor: sum_j grad_sq[i,j] * derivative[i,j]^2 * col[j]^2, and the other way round.
     """
-    row, col = factors(state)
-    slopes, derivatives = sel_derivatives(
-        state.raw.value, *patterns(row, col, curve), beta=1.0, combine=curve.combine, kinds=curve.learned
-    )
-    row_sq, col_sq = (None if factor is None else factor.square() for factor in (row, col))
-    squared = {kind: derivative.square() for kind, derivative in derivatives.items()}
-    square_row, square_col = _pull_factors(grad_sq, row_sq, col_sq, squared, curve, True)
-    # _pull_factors brings in the unit of each kind once, a square has it twice.
-    unit = torch.tensor([1 / curve.beta, 1 / curve.beta, curve.beta, 1.0], dtype=grad_sq.dtype, device=grad_sq.device)
+    scales = unpack(*factors(state), curve)
+    slopes, derivatives = _shares_of(None, state.raw.value, scales, curve)
+    squared = {kind: grad_sq * derivative.square() for kind, derivative in derivatives.items()}
+    squared_scales = Scales(*(tuple(v * v for v in part) for part in scales))  # type: ignore[arg-type]
+    square_row, square_col = _sums(squared, squared_scales, True)
     square_b = square_a = None
     if state.residual_b is not None and state.residual_a is not None:
         square_b = grad_sq @ state.residual_a.value.square().mT
         square_a = state.residual_b.value.square().mT @ grad_sq
-    return Pulled(
-        grad_sq * slopes.square(),
-        None if square_row is None else square_row * unit,
-        None if square_col is None else square_col * unit,
-        square_b,
-        square_a,
+    return Pulled(grad_sq * slopes.square(), square_row, square_col, square_b, square_a)
+
+
+def _shares_of(grad: Tensor | None, raw: Tensor, scales: Scales, curve: Curve) -> tuple[Tensor, dict[str, Tensor]]:
+    l, m, em = (pair(scales, place) for place in (1, 2, 3))
+    n = math.prod(pair(scales, VECTOR["n"])) if curve.has_n else 0.0
+    owned = _owned(raw, grad, *l, *m, *em, n)
+    return _shares(grad, raw, em, l, m, n, combine=curve.combine, kinds=curve.learned, owned=owned)
+
+
+def _sums(shares: Mapping[str, Tensor], scales: Scales, careful: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Gradients of the packed factors from the shares. `careful`: what is not finite adds nothing."""
+    by_row: list[Tensor] = []
+    by_col: list[Tensor] = []
+    for k, kind in enumerate(KINDS):
+        share, place = shares.get(kind), SUMMED_WITH[kind]
+        if share is None:
+            by_row += [torch.zeros_like(v) for v in scales.row[:1]]
+            by_col += [torch.zeros_like(v) for v in scales.col[:1]]
+            continue
+        if careful:
+            share = torch.nan_to_num(share, 0.0, 0.0, 0.0)
+        if scales.row:
+            summed = _sum_columns(share, scales.col[place] if scales.col else None)
+            summed = (summed * scales.row[0] if kind in ("m", "n") else summed) * scales.row_units[k]
+            by_row.append(summed if summed.shape == scales.row[0].shape else summed.sum(-2, keepdim=True))
+        if scales.col:
+            summed = _sum_rows(share, scales.row[place] if scales.row else None)
+            by_col.append((summed * scales.col[0] if kind in ("m", "n") else summed) * scales.col_units[k])
+    return (
+        torch.cat(by_row, -1) if by_row else None,
+        torch.cat(by_col, -2).mT if by_col else None,
     )
 
 
-def _pull_factors(
-    grad: Tensor,
-    row: Tensor | None,
-    col: Tensor | None,
-    derivatives: Mapping[str, Tensor],
-    curve: Curve,
-    careful: bool,
-) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the packed factors; `derivatives` are those for a curvature of 1, as patterns() has it.
-
-    `careful`: what is not finite adds nothing.
-    """
-    beta = curve.beta.squeeze(-1) if isinstance(curve.beta, Tensor) else curve.beta
-    units: dict[str, float | Tensor] = {"e": 1 / beta, "l": 1 / beta, "m": beta, "n": 1.0}
-    row_kinds, col_kinds = by_kind(row), by_kind(col)
-    rows: list[Tensor] = []
-    cols: list[Tensor] = []
-    for k, kind in enumerate(KINDS):
-        if kind in curve.learned:
-            share = grad * derivatives[kind]
-            if careful:
-                share = torch.nan_to_num(share, 0.0, 0.0, 0.0)
-            if row is not None:
-                rows.append(_sum_columns(share, None if col is None else col_kinds[k], row.shape[-2]) * units[kind])
-            if col is not None:
-                cols.append(_sum_rows(share, None if row is None else row_kinds[k]) * units[kind])
-        else:
-            if row is not None:
-                rows.append(torch.zeros_like(row[..., k]))
-            if col is not None:
-                cols.append(torch.zeros_like(col[..., k]))
-    return torch.stack(rows, -1) if rows else None, torch.stack(cols, -1) if cols else None
-
-
-def _sum_columns(share: Tensor, col: Tensor | None, rows: int) -> Tensor:
-    """sum_j share[:, i, j] * col[:, j], to (batch, rows); rows = 1 for a factor that is one number."""
+def _sum_columns(share: Tensor, col: Tensor | None) -> Tensor:
+    """sum_j share[:, i, j] * col[:, 0, j], (batch, rows, 1)."""
     if col is None:
-        summed = share.sum(-1)
-    elif share.shape[0] == 1:
-        summed = torch.mv(share[0], col[0]).unsqueeze(0)
-    else:
-        summed = torch.bmm(share, col.unsqueeze(-1)).squeeze(-1)
-    return summed if summed.shape[-1] == rows else summed.sum(-1, keepdim=True)
+        return share.sum(-1, keepdim=True)
+    if share.shape[0] == 1:
+        # A product with one vector is faster than one with a batch of them.
+        return torch.mv(share.squeeze(0), col.view(-1)).view(1, -1, 1)
+    return torch.bmm(share, col.mT)
 
 
 def _sum_rows(share: Tensor, row: Tensor | None) -> Tensor:
-    """sum_i share[:, i, j] * row[:, i], to (batch, cols)."""
+    """sum_i share[:, i, j] * row[:, i, 0], (batch, 1, cols)."""
     if row is None:
-        return share.sum(-2)
+        return share.sum(-2, keepdim=True)
     if share.shape[0] == 1:
-        return torch.mv(share[0].T, row[0]).unsqueeze(0)
-    return torch.bmm(row.unsqueeze(-2), share).squeeze(-2)
+        return torch.mv(share.squeeze(0).T, row.view(-1)).view(1, 1, -1)
+    return torch.bmm(row.mT, share)
 
 
 def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tensor, decay: float = 0.0) -> None:
@@ -449,7 +448,8 @@ def update(slot: Slot, grad: Tensor, hyper: Hyper, step: float, lr: float | Tens
     bias_correction1 = 1 - hyper.beta1**step
     bias_correction2_sqrt = (1 - hyper.beta2**step) ** 0.5
     step_size = lr / bias_correction1
-    denom = (_sqrt(exp_avg_sq) / bias_correction2_sqrt).add_(hyper.eps)
+    root = _sqrt(exp_avg_sq)
+    denom = (root / bias_correction2_sqrt if root.requires_grad else root.div_(bias_correction2_sqrt)).add_(hyper.eps)
     if on_host(step_size):
         if decay:
             value.mul_(1 - hyper.lr * decay)
@@ -496,10 +496,13 @@ def undo(slot: Slot, hyper: Hyper, step: float, lr: float | Tensor, decay: float
     return torch.where(step_size == 0, value, before) if isinstance(step_size, Tensor) else before
 
 
-def push(state: Views, curve: Curve) -> Tensor:
+def push(state: Views, curve: Curve, scales: Scales | None = None) -> Tensor:
     """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A."""
-    scales = patterns(*factors(state), curve)
-    weight = sel_forward(state.raw.value, *scales, beta=1.0, combine=curve.combine)
+    scales = unpack(*factors(state), curve) if scales is None else scales
+    raw = state.raw.value
+    e, l, m = (pair(scales, place) for place in (0, 1, 2))
+    n = math.prod(pair(scales, VECTOR["n"])) if curve.has_n else 0.0
+    weight = _map(raw, e, l, m, n, combine=curve.combine, owned=_owned(raw, *e, *l, *m, n))
     low_rank = residual(state)
     return weight if low_rank is None else weight + low_rank
 

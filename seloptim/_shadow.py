@@ -260,7 +260,7 @@ class Shadow:
             target = target - low_rank.double()
         scales = [
             torch.as_tensor(scale, device=p.device).double().expand(shape)
-            for scale in _rule.patterns(*_rule.factors(view), curve)
+            for scale in _rule.patterns(_rule.unpack(*_rule.factors(view), curve), curve)
         ]
         mask = mask.reshape(shape)
         raw, exists = _rule.nearest_inverse(

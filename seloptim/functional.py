@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 Scale = float | Tensor
+Factor = Scale | tuple[Tensor, ...]  # a tuple stands for the product of its parts, which broadcast: a row and a column
 KINDS = ("e", "l", "m", "n")
 
 
@@ -66,17 +67,23 @@ def sel_forward(
     """
     dtype = raw.dtype
     raw, e, l, m, n, beta, owned = _prepare(raw, e, l, m, n, beta, combine)
+    return _map(raw, _over(e, beta), _over(l, beta), _times(beta, m), n, combine=combine, owned=owned).to(dtype)
+
+
+def _map(raw: Tensor, e: Factor, l: Factor, m: Factor, n: Scale, *, combine: str, owned: bool) -> Tensor:
+    """`sel_forward` for a curvature of 1 (e is e/beta, l is l/beta, m is beta*m)."""
     # The sign is a constant, +1 at zero: with it |raw| = s*raw has the derivative s, and s*s = 1 keeps zero alive.
     # Without autograd zero needs no sign, but where the linear path carries one: -0.0 stays -0.0.
     s = raw.sign() if owned and combine == "mismatched" else _sign_one_at_zero(raw)
     a = raw.abs() if owned else raw * s
-    # E(a) = (e / beta) * exp(-n) * expm1(beta*m*a)
-    E = _expm1_of(a, _times(beta, m), owned)
+    # E(a) = e * exp(-n) * expm1(m*a)
+    E = _expm1_of(a, m, owned)
     E = torch.mul(E, s, out=E if owned else None)
-    E = _scaled(E, _times(_over(e, beta), _exp_minus(n)), owned)
-    # weight = s*E(a) + (l / beta) * (|raw| or raw)
-    path = raw if combine == "congruent" else a if owned else raw.abs()
-    return _add_scaled(E, path, _over(l, beta), owned).to(dtype)
+    E = _scaled(_scaled(E, e, owned), _exp_minus(n), owned)
+    # weight = s*E(a) + l * (|raw| or raw)
+    if combine == "congruent":
+        return _add_scaled(E, raw, l, owned)
+    return _add_scaled(E, a if owned else raw.abs(), l, owned, owned)
 
 
 def sel_derivatives(
@@ -123,37 +130,78 @@ def sel_derivatives(
     Source: arXiv:2607.09967, the gradients of Eq. 3.
     """
     raw, e, l, m, n, beta, owned = _prepare(raw, e, l, m, n, beta, combine)
+    slope, shares = _shares(
+        None, raw, _times(e, m), _over(l, beta), _times(beta, m), n, combine=combine, kinds=kinds, owned=owned
+    )
     by: dict[str, Tensor] = {}
-    mismatched = combine == "mismatched"
-    exp_n = _exp_minus(n)
-    a = raw.abs() if owned else raw * _sign_one_at_zero(raw)
-    X = _expm1_of(a, _times(beta, m), owned)
-    s = raw.detach().sign() if mismatched or "e" in kinds or "n" in kinds else None
-    if s is not None and ("e" in kinds or "n" in kinds):
-        # d weight / d e = s*exp(-n)*X / beta          d weight / d n = -e * d weight / d e
-        de = _scaled(s * X, _over(exp_n, beta), owned)
-        if "n" in kinds:
-            by["n"] = de * -e
-        if "e" in kinds:
-            by["e"] = de
-    # H = e*exp(-n)*(X + 1)
-    H = _one_plus(X, _times(e, exp_n), owned)
+    if "n" in kinds:
+        # d weight / d n = -s*(e/beta)*exp(-n)*X
+        by["n"] = shares["n"] * -_over(e, beta)
+    if "e" in kinds:
+        by["e"] = _scaled(shares["e"], _over(1.0, beta), owned)
+    if "l" in kinds:
+        by["l"] = _scaled(shares["l"], _over(1.0, beta), owned and combine == "mismatched")
     if "m" in kinds:
         # d weight / d m = e*raw*exp(-n)*(X + 1)
-        by["m"] = H * raw
-    # d weight / d raw = m*H + s*l/beta                (congruent: m*H + l/beta)
-    slope = _scaled(H, m, owned)
-    if mismatched and s is not None:
-        slope = _add_scaled(slope, s, _over(l, beta), owned)
-    else:
-        slope = torch.add(slope, _over(l, beta), out=slope if owned else None)
-    if "l" in kinds:
-        # d weight / d l = |raw| / beta                (congruent: raw / beta)
-        if mismatched:
-            by["l"] = _scaled(a if owned else raw.abs(), _over(1.0, beta), owned)
-        else:
-            by["l"] = _scaled(raw, _over(1.0, beta), False)
+        by["m"] = _scaled(shares["m"], e, owned)
     return slope, by
+
+
+def _shares(
+    grad: Tensor | None,
+    raw: Tensor,
+    em: Factor,
+    l: Factor,
+    m: Factor,
+    n: Scale,
+    *,
+    combine: str,
+    kinds: Collection[str],
+    owned: bool,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """grad times the derivatives, for a curvature of 1 (l is l/beta, m is beta*m), with e taken out where it is a factor:
+
+        X = expm1(m*|raw|),  s = sign(raw) with sign(0) = 0
+        grad * slope          = em * grad*exp(-n)*(X + 1) + l * grad*s      (congruent: + l*grad)
+        shares["e"], ["n"]    = grad * s*exp(-n)*X                          n: per unit of -e
+        shares["l"]           = grad * |raw|                                (congruent: grad * raw)
+        shares["m"]           = grad * raw*exp(-n)*(X + 1)                  per unit of e
+
+    None for grad is 1 everywhere. e and m come as their product: where they are row and column factors, that saves passes,
+    and the sums of the shares over rows and columns take e as a vector.
+    """
+    mismatched = combine == "mismatched"
+    shares: dict[str, Tensor] = {}
+    exp_n = _exp_minus(n)
+    a = raw.abs() if owned else raw * _sign_one_at_zero(raw)
+    X = _expm1_of(a, m, owned)
+    # grad*exp(-n)*(X + 1)
+    if grad is None:
+        slope = _one_plus(X, exp_n)
+    else:
+        grad_n = _scaled(grad, exp_n, False)
+        slope = torch.addcmul(grad_n, grad_n, X)
+    signed = None
+    if mismatched or "e" in kinds or "n" in kinds:
+        signed = raw.detach().sign()
+        if grad is not None:
+            signed = _scaled(signed, grad, owned)
+        if "e" in kinds or "n" in kinds:
+            share = _scaled(_scaled(X, signed, owned), exp_n, owned)
+            shares |= {kind: share for kind in ("e", "n") if kind in kinds}
+    if "m" in kinds:
+        shares["m"] = slope * raw
+    if "l" in kinds:
+        path = raw if not mismatched else a if owned else raw.abs()
+        shares["l"] = path if grad is None else _scaled(path, grad, owned and mismatched)
+    slope = _scaled(slope, em, owned)
+    if mismatched and signed is not None:
+        slope = _add_scaled(slope, signed, l, owned, owned)
+    elif grad is not None:
+        slope = _add_scaled(slope, grad, l, owned)
+    else:
+        slope = _add_scaled(slope, torch.ones_like(slope), l, owned)
+    return slope, shares
 
 
 def sel_pullback(
@@ -407,15 +455,21 @@ def _prepare(
     _validate(raw, beta, combine)
     dtype = _compute_dtype(raw)
     scales = [v.to(dtype) if isinstance(v, Tensor) else float(v) for v in (e, l, m, n, beta)]
-    tensors = [raw, *(v for v in scales if isinstance(v, Tensor))]
-    # Autograd keeps what it needs, torch.func cannot write batched values into unbatched ones, a compiler fuses anyway.
-    owned = not (
+    return raw.to(dtype), *scales, _owned(raw, *scales)  # pyright: ignore[reportReturnType]
+
+
+def _owned(raw: Tensor, *others: Scale | None) -> bool:
+    """Whether temporaries of raw's shape may be overwritten.
+
+    Autograd keeps what it needs, torch.func cannot write batched values into unbatched ones, a compiler fuses anyway.
+    """
+    tensors = [v for v in others if isinstance(v, Tensor)]
+    return not (
         torch.compiler.is_compiling()
         or peek_interpreter_stack() is not None
-        or (torch.is_grad_enabled() and any(v.requires_grad for v in tensors))
-        or not all(_broadcasts_to(v.shape, raw.shape) for v in tensors[1:])
+        or (torch.is_grad_enabled() and (raw.requires_grad or any(v.requires_grad for v in tensors)))
+        or not all(_broadcasts_to(v.shape, raw.shape) for v in tensors)
     )
-    return raw.to(dtype), *scales, owned  # pyright: ignore[reportReturnType]
 
 
 def _broadcasts_to(shape: torch.Size, target: torch.Size) -> bool:
@@ -468,30 +522,41 @@ def _times(x: Scale, y: Scale) -> Scale:
     return x if not isinstance(y, Tensor) and y == 1.0 else x * y
 
 
-def _scaled(x: Tensor, factor: Scale, owned: bool) -> Tensor:
+def _scaled(x: Tensor, factor: Factor, owned: bool) -> Tensor:
     """x * factor, into x if it is owned."""
+    if isinstance(factor, tuple):
+        for part in factor:
+            x = torch.mul(x, part, out=x if owned else None)
+        return x
     if not isinstance(factor, Tensor) and factor == 1.0:
         return x
     return torch.mul(x, factor, out=x if owned else None)
 
 
-def _add_scaled(x: Tensor, y: Tensor, factor: Scale, owned: bool) -> Tensor:
-    """x + factor*y in one pass, into x if it is owned."""
+def _product(x: Tensor, factor: Factor, owned: bool) -> Tensor:
+    """x * factor, never into x; `owned`: what is new may be overwritten."""
+    first, *rest = factor if isinstance(factor, tuple) else (factor,)
+    return _scaled(x * first, tuple(rest), owned)
+
+
+def _add_scaled(x: Tensor, y: Tensor, factor: Factor, owned: bool, y_owned: bool = False) -> Tensor:
+    """x + factor*y, into x if it is owned; y may then be lost if it is."""
     out = x if owned else None
+    if isinstance(factor, tuple):
+        return torch.add(x, _scaled(y, factor, True) if y_owned else _product(y, factor, owned), out=out)
     if isinstance(factor, Tensor):
         return torch.addcmul(x, y, factor, out=out)
     return torch.add(x, y, alpha=factor, out=out)
 
 
-def _one_plus(X: Tensor, factor: Scale, owned: bool) -> Tensor:
-    """factor * (1 + X) in one pass, into X if it is owned."""
-    out = X if owned else None
+def _one_plus(X: Tensor, factor: Scale) -> Tensor:
+    """factor * (1 + X) in one pass."""
     if isinstance(factor, Tensor):
-        return torch.addcmul(factor, factor, X, out=out)
-    return torch.add(X, 1.0, out=out) if factor == 1.0 else torch.add(X.new_full((), factor), X, alpha=factor, out=out)
+        return torch.addcmul(factor, factor, X)
+    return X + 1.0 if factor == 1.0 else torch.add(X.new_full((), factor), X, alpha=factor)
 
 
-def _expm1_of(a: Tensor, factor: Scale, owned: bool) -> Tensor:
+def _expm1_of(a: Tensor, factor: Factor, owned: bool) -> Tensor:
     """expm1(a * factor) with one temporary."""
-    x = a * factor
+    x = _product(a, factor, owned)
     return torch.expm1(x, out=x if owned else None)

@@ -145,8 +145,9 @@ def test_degenerate_is_adam_bit_for_bit(name: str, beta: float, dtype: torch.dty
 
 
 @both
-def test_degenerate_is_adam_over_blocks(foreach: bool) -> None:
+def test_degenerate_is_adam_over_blocks(foreach: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond BLOCK_ELEMENTS a step is cut: rows of a matrix, matrices of a stack."""
+    monkeypatch.setattr(_execute, "BLOCK_ELEMENTS", 1 << 18)
     shapes = [(700, 600), (3, 300, 400)]
     ours, theirs = make(shapes), make(shapes)
     options = {**DEGENERATE, "curved": [True, True], "beta": 12.5, "foreach": foreach, "weight_decay": 0.1}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seloptim import SELAdam, _execute
+from seloptim import SELAdam, _execute, _rule
 from tests.cases import CASES, Case, losses, make_model, mixed
 from tests.oracle import Oracle
 
@@ -20,10 +20,11 @@ PATHS: dict[str, dict[str, Any]] = {
     "batched": {"foreach": True},
     "native": {"fused": True},
 }
+BLOCKS = 7  # elements, so that every parameter is cut
 RUNS = [
     pytest.param(case, path, id=f"{case.name}-{path}")
     for case in CASES
-    for path in PATHS
+    for path in (*PATHS, "blocks")
     if path != "native" or not case.options.get("residual_rank")  # refused
 ]
 
@@ -36,7 +37,7 @@ class Ran:
     """Counts what the executor ran, so that a silent fallback fails."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.single = self.stacked = self.native = 0
+        self.single = self.stacked = self.native = self.blocks = 0
         run_single, run_stack, run_native = _execute._run_single, _execute._run_stack, _execute._run_native
 
         def spy_single(items: Sequence[Any], *args: Any) -> None:
@@ -51,20 +52,28 @@ class Ran:
             self.native += len(items)
             run_native(items, *args)
 
+        pull = _rule.pull
+
+        def spy_pull(*args: Any) -> Any:
+            self.blocks += 1
+            return pull(*args)
+
+        monkeypatch.setattr(_rule, "pull", spy_pull)
         monkeypatch.setattr(_execute, "_run_native", spy_native)
         monkeypatch.setattr(_execute, "_run_single", spy_single)
         monkeypatch.setattr(_execute, "_run_stack", spy_stack)
 
     def check(self, path: str) -> None:
         ran = {"single": self.single, "batched": self.stacked, "native": self.native}
-        assert {name for name, count in ran.items() if count} == {path}
+        assert {name for name, count in ran.items() if count} == {path if path != "blocks" else "single"}
+        assert path not in ("single", "blocks") or (self.blocks > self.single) == (path == "blocks")
 
 
 def pair(case: Case, path: str) -> tuple[nn.Module, SELAdam, Oracle]:
     """A model under SELAdam, and the oracle started from the same weights."""
     model = make_model(case.model)
     start = [p.detach().clone() for p in model.parameters()]
-    optimizer = SELAdam(model.parameters(), lr=rate(0), **PATHS[path], **case.options)
+    optimizer = SELAdam(model.parameters(), lr=rate(0), **PATHS.get(path, PATHS["single"]), **case.options)
     options = dict(case.options)
     if options.get("residual_rank"):
         curved = {p for _, p in optimizer.named_curved()}
@@ -101,6 +110,8 @@ def compare_state(model: nn.Module, optimizer: SELAdam, oracle: Oracle) -> None:
 @pytest.mark.parametrize(("case", "path"), RUNS)
 def test_trains_as_the_oracle(case: Case, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     ran = Ran(monkeypatch)
+    if path == "blocks":
+        monkeypatch.setattr(_execute, "BLOCK_ELEMENTS", BLOCKS)
     model, optimizer, oracle = pair(case, path)
     twin = make_model(case.model)
     start = oracle.weights()

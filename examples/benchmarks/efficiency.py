@@ -28,12 +28,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 import train_gpt
+from ideas import make_idea, orthogonalize
 
 from seloptim import Curved, SELAdam, param_groups
 
 RESULTS = Path(__file__).parent / "results" / "efficiency.jsonl"
-STEP = math.sqrt(2)  # between neighbours of a grid of learning rates
 EVALUATIONS = 20
 REST_LR, SCALE_STEP = 3e-3, 1e-2  # of the suite "bases"
 
@@ -60,9 +61,12 @@ class Family(NamedTuple):
 
 
 class Suite(NamedTuple):
+    """Each family at its own best rate or, with `equal`, all of them at those rates (a task each has its own)."""
+
     tasks: tuple[Task, ...]
     families: tuple[Family, ...]
     seeds: tuple[int, ...]
+    equal: tuple[tuple[float, ...], ...] = ()
 
 
 # ------------------------------------------------------------------------------------------------------------- tasks
@@ -169,17 +173,6 @@ class Muon32(torch.optim.Optimizer):
                 p.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(p.shape)))
 
 
-def orthogonalize(update: Tensor) -> Tensor:
-    """The nearest semi-orthogonal matrix, roughly: five Newton-Schulz steps of torch.optim.Muon's quintic."""
-    a, b, c = 3.4445, -4.7750, 2.0315
-    wide = update.mT if update.shape[0] > update.shape[1] else update
-    x = wide / wide.norm().clamp(min=1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if update.shape[0] > update.shape[1] else x
-
-
 def make_optimizers(family: Family, model: nn.Module, lr: float, steps: int) -> list[torch.optim.Optimizer]:
     settings = dict(family.settings)
     if family.optimizer == "adamw":
@@ -211,9 +204,13 @@ def make_optimizers(family: Family, model: nn.Module, lr: float, steps: int) -> 
         else:
             first = make(matrices, lr=lr, **options)
         return [first, torch.optim.Adam(rest, lr=REST_LR)]
+    if family.optimizer == "idea":
+        return make_idea(model, lr, steps, settings)
     if settings.get("anneal_steps") == "run":
         settings["anneal_steps"] = steps
-    return [SELAdam(param_groups(model), lr=lr, **settings)]
+    # "matrices": only the class name changed; "layers": param_groups' choice.
+    chosen = model.parameters() if settings.pop("groups", "layers") == "matrices" else param_groups(model)
+    return [SELAdam(chosen, lr=lr, **settings)]
 
 
 def _curved_and_plain(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
@@ -308,10 +305,11 @@ def best_rate(record: Record, task: Task, family: Family, seed: int) -> tuple[di
                     return None
                 finals[lr] = entry["final"]
         best = min(rates, key=lambda lr: finals[lr])
+        ratio = family.rates[1] / family.rates[0]
         if best == rates[0]:
-            rates.insert(0, best / STEP)
+            rates.insert(0, best / ratio)
         elif best == rates[-1]:
-            rates.append(best * STEP)
+            rates.append(best * ratio)
         else:
             return finals, best
 
@@ -333,6 +331,30 @@ def steps_to(curve: list[list[float]], target: float) -> float | None:
 
 
 def report(record: Record, suite: Suite) -> Iterator[str]:
+    return report_equal(record, suite) if suite.equal else report_best(record, suite)
+
+
+def report_equal(record: Record, suite: Suite) -> Iterator[str]:
+    """(a): everybody at the same learning rates."""
+    for task, rates in zip(suite.tasks, suite.equal, strict=True):
+        yield f"\n### {task}\n"
+        yield f"All at the same rates; mean of {len(suite.seeds)} seeds, and their spread, of the final loss.\n"
+        yield "| optimizer | " + " | ".join(f"lr {lr:.2g}" for lr in rates) + " |"
+        yield "|---|" + "---|" * len(rates)
+        for family in suite.families:
+            cells = []
+            for lr in rates:
+                entries = [record.get(task, family, lr, seed) for seed in suite.seeds]
+                losses = [entry["final"] for entry in entries if entry is not None]
+                if len(losses) < len(entries):
+                    cells.append("not finished")
+                else:
+                    cells.append(f"{statistics.fmean(losses):.4f} ({min(losses):.3f} to {max(losses):.3f})")
+            yield f"| {family.label} | " + " | ".join(cells) + " |"
+
+
+def report_best(record: Record, suite: Suite) -> Iterator[str]:
+    """(b): each at its own best rate."""
     for task in suite.tasks:
         yield f"\n### {task}\n"
         yield f"Each at its own best rate; {len(suite.seeds)} seeds; steps to the first row's final loss, as a share of its steps.\n"
@@ -364,13 +386,132 @@ def report(record: Record, suite: Suite) -> Iterator[str]:
             yield f"| {family.label} | {best:.2g} | {statistics.fmean(losses):.4f} ({spread}) | {match} | {by_rate} |"
 
 
-PAPER_INIT = {"init": "mismatched", "anneal_steps": "run"}
-ADAM = Family("AdamW", "adamw", {"weight_decay": 0.0}, (1e-3, 1.41e-3, 2e-3, 2.83e-3))
-SEL = Family("SELAdam, defaults", "sel", {}, (7e-4, 1e-3, 1.41e-3, 2e-3))
-SEL_PAPER = Family("SELAdam, mismatched init", "sel", PAPER_INIT, (7e-4, 1e-3, 1.41e-3, 2e-3))
+def sel(label: str, rates: tuple[float, ...] = (1e-3, 2e-3, 4e-3), **settings: Any) -> Family:
+    return Family(f"SELAdam, {label}", "sel", settings, rates)
+
+
+def scratch(label: str, **settings: Any) -> Family:
+    """The paper's way with an untrained model, but for `settings`."""
+    return sel(label, **{"init": "mismatched", "anneal_steps": "run", **settings})
+
+
+FINE = (1e-3, 1.41e-3, 2e-3, 2.83e-3)
+ADAM = Family("AdamW", "adamw", {"weight_decay": 0.0}, (1e-3, 2e-3, 4e-3))
+SEL = sel("defaults")
+SEL_PAPER = scratch("mismatched init")
 SLOPE = Family("AdamW x SELAdam's mean slope", "slope", {}, (7e-4, 1e-3, 1.41e-3))
 MUON = Family("Muon", "muon", {}, (2e-3, 4e-3, 5.66e-3))
 SCHEDULE_FREE = Family("schedule-free AdamW", "schedulefree", {}, (2e-3, 4e-3, 8e-3))
+
+# One choice at a time, from the paper's way.
+SWEEP = (
+    ADAM,
+    ADAM._replace(label="AdamW, decay 0.1", settings={"weight_decay": 0.1}),
+    SEL_PAPER,
+    scratch("decay 0.1", weight_decay=0.1, decoupled_weight_decay=True),
+    SEL,
+    sel("defaults, scales annealed", anneal_steps="run"),
+    sel("defaults, every matrix", groups="matrices"),
+    scratch("every matrix", groups="matrices"),
+    sel("defaults, lr_space weight", lr_space="weight"),
+    sel("defaults, lr_space weight, every matrix", lr_space="weight", groups="matrices"),
+    scratch("lr_space weight", lr_space="weight"),
+    scratch("congruent", combine="congruent"),
+    sel("congruent, preserve", combine="congruent", anneal_steps="run"),
+    sel("congruent, preserve, lr_space weight", combine="congruent", lr_space="weight"),
+    scratch("beta width", beta="width"),
+    scratch("beta 6", beta=6.0),
+    scratch("beta 12.5", beta=12.5),
+    scratch("beta 25", beta=25.0),
+    scratch("beta 50", beta=50.0),
+    scratch("scales frozen", structure="none"),
+    scratch("structure row", structure="row"),
+    scratch("structure col", structure="col"),
+    scratch("structure scalar", structure="scalar"),
+    scratch("scale_lr e, l 2 to 0.3", scale_lr={"e": (2.0, 0.3), "l": (2.0, 0.3), "m": (0.01, 0.5)}),
+    scratch("scale_lr e, l 20 to 3", scale_lr={"e": (20.0, 3.0), "l": (20.0, 3.0), "m": (0.01, 0.5)}),
+    scratch("scale_lr of the paper", scale_lr={"e": (50.0, 8.0), "l": (50.0, 8.0), "m": (0.01, 0.5)}),
+    scratch("m frozen", scale_lr={"e": (8.0, 1.3), "l": (8.0, 1.3)}),
+    scratch("m 2", scale_lr={"e": (8.0, 1.3), "l": (8.0, 1.3), "m": 2.0}),
+    scratch("n learned", scale_lr={"e": (8.0, 1.3), "l": (8.0, 1.3), "m": (0.01, 0.5), "n": (0.01, 0.5)}),
+    scratch("scales not annealed", anneal_steps=None),
+    scratch("e 0.25, beta 25", scale_init={"e": 0.25, "l": 1.0}, beta=25.0, init="preserve"),
+    scratch("e 0.1, beta 60", scale_init={"e": 0.1, "l": 1.0}, beta=60.0, init="preserve"),
+    scratch("l 0", scale_init={"l": 0.0}, init="preserve"),
+    scratch(
+        "no curvature: row and column scales of 8 only",
+        combine="congruent",
+        init="preserve",
+        scale_init={"e": 0.0, "l": "beta"},
+        scale_lr={"l": (8.0, 1.3)},
+    ),
+)
+
+
+def idea(label: str, rates: tuple[float, ...] = (4e-3, 8e-3, 1.6e-2), **settings: Any) -> Family:
+    return Family(label, "idea", settings, rates)
+
+
+IDEAS = (
+    ADAM,
+    idea("Adam x slope / mean", idea="sloped", direction="adam", power=1.0),
+    idea("Adam x slope / row mean", idea="sloped", direction="adam", power=1.0, mean="row"),
+    idea("Adam x slope / column mean", idea="sloped", direction="adam", power=1.0, mean="col"),
+    idea("Adam x slope^0.5 / mean", idea="sloped", direction="adam", power=0.5),
+    idea("second moment in weight space: Adam x slope^2", idea="sloped", direction="adam", power=2.0),
+    idea("curvature follows the rms", idea="moving beta", plan="rms"),
+    idea("curvature annealed in", idea="moving beta", plan="in"),
+    idea("curvature annealed out", idea="moving beta", plan="out"),
+    idea("scales of 8 to 1.3, no curve, Adam", idea="scaled", direction="adam", log=False, multiple=(8.0, 1.3)),
+    idea("log scales of 8 to 1.3, no curve, Adam", idea="scaled", direction="adam", log=True, multiple=(8.0, 1.3)),
+    idea("log scales of 2, no curve, Adam", idea="scaled", direction="adam", log=True, multiple=(2.0, 2.0)),
+    MUON._replace(rates=(8e-3, 1.6e-2, 3.2e-2)),
+    idea("Muon, no decay", idea="sloped", direction="muon", power=0.0),
+    idea("Muon x slope / mean", idea="sloped", direction="muon", power=1.0),
+    idea("Muon x slope / mean, renormalized", idea="sloped", direction="muon", power=1.0, renormalize=True),
+    idea("Muon x slope / row mean", idea="sloped", direction="muon", power=1.0, mean="row"),
+    idea("Muon x slope^0.5 / row mean", idea="sloped", direction="muon", power=0.5, mean="row"),
+    idea("Muon of the pulled gradient x slope", idea="sloped", direction="muon", power=1.0, before=True),
+    idea("Muon x slope^-0.5 / mean", idea="sloped", direction="muon", power=-0.5),
+    idea("scales of 8 to 1.3, no curve, Muon", idea="scaled", direction="muon", log=False, multiple=(8.0, 1.3)),
+    idea("log scales of 2, no curve, Muon", idea="scaled", direction="muon", log=True, multiple=(2.0, 2.0)),
+    idea("log scales of 1, no curve, Muon", idea="scaled", direction="muon", log=True, multiple=(1.0, 1.0)),
+    idea(
+        "log scales of 1, no curve, Muon, decay 0.1",
+        idea="scaled",
+        direction="muon",
+        log=True,
+        multiple=(1.0, 1.0),
+        decay=0.1,
+    ),
+)
+
+
+def scale_lr(start: float, end: float) -> dict[str, Any]:
+    return {"e": (start, end), "l": (start, end), "m": (0.01, 0.5)}
+
+
+# Only the class name changes in a script whose rate was tuned for Adam, and the same with param_groups.
+DROPIN = (
+    ADAM,
+    *(
+        sel(
+            f"{groups}, lr_space {space}, beta {beta}, scales {name}",
+            groups=groups,
+            lr_space=space,
+            beta=beta,
+            **options,
+        )
+        for groups in ("matrices", "layers")
+        for space, beta in (("raw", "auto"), ("weight", "auto"), ("weight", "width"))
+        for name, options in (
+            ("8 to 1.3", {}),
+            ("1", {"scale_lr": scale_lr(1.0, 1.0)}),
+            ("0.2", {"scale_lr": scale_lr(0.2, 0.2)}),
+            ("frozen", {"structure": "none"}),
+        )
+    ),
+)
 
 
 def base_pair(name: str, options: dict[str, Any], plain: float, curved: float) -> tuple[Family, Family]:
@@ -391,6 +532,9 @@ SUITES = {
         (ADAM._replace(rates=(2e-3, 4e-3, 8e-3)), SEL_PAPER._replace(rates=(2e-3, 4e-3, 8e-3))),
         (0, 1, 2),
     ),
+    "sweep": Suite((Task("gpt", 64, 2, 400),), SWEEP, (0, 1, 2)),
+    "dropin": Suite((Task("gpt", 64, 2, 400),), DROPIN, (0, 1), equal=((4e-3, 8e-3),)),
+    "ideas": Suite((Task("gpt", 64, 2, 400),), IDEAS, (0, 1, 2)),
     "gpt": Suite((GPT_128,), (ADAM, SEL, SEL_PAPER, SLOPE, MUON, SCHEDULE_FREE), (0, 1, 2)),
     "bases": Suite(
         (Task("gpt", 64, 2, 400),),
