@@ -195,8 +195,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for i, p, name in [(i, p, name) for g, i, p, name in self._members() if g is group]:
                 curved.append(self._is_curved(group, i, p, name))
                 betas.append("auto")
-                if not curved[-1]:
-                    continue
+                if not curved[-1] or not p.requires_grad:
+                    continue  # a frozen weight is somebody's trained one
                 if p.is_meta:
                     raise ValueError(
                         f"init='mismatched' needs the weights of parameter {name}, which is on the meta device; "
@@ -252,7 +252,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         curved: list[tuple[dict[str, Any], list[Tensor]]] = []
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
         # Everything that can fail comes before the first write.
-        with_grad = [member for member in self._members() if member[2].grad is not None]
+        members = list(self._members())
+        with_grad = [member for member in members if member[2].grad is not None]
         for _, _, p, name in with_grad:
             _refuse_flattened(p, name)
             if p.grad is not None and p.grad.is_sparse:
@@ -273,6 +274,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             if not kind or kind[-1][0] is not group:
                 kind.append((group, []))
             kind[-1][1].append(p)
+        if len(self.state) > len(members):
+            self._forget_replaced()
         if self._only_creates(with_grad):
             return loss
         for group, params in curved:
@@ -302,7 +305,22 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 self._settle(group, i, p, name)
             else:
                 self._settle_plain(group, p)
+        self._forget_replaced()
         return super().state_dict()
+
+    def _forget_replaced(self) -> None:
+        """Drop the state of tensors that no group holds any more: trainers exchange parameters when they shard or move a model."""
+        here = {p for _, _, p, _ in self._members()}
+        trained = 0
+        for p in [p for p in self.state if isinstance(p, Tensor) and p not in here]:
+            trained += float(self.state.pop(p).get("step", 0)) > 0
+            self._seen.pop(p, None)
+        if trained:
+            warnings.warn(
+                f"{trained} parameters that had been trained were replaced in the groups by other tensors; the new ones start with "
+                "fresh state. Save state_dict() before the exchange and load it after, to go on",
+                stacklevel=3,
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state that `state_dict` returned, bit for bit, whatever the parameters' dtype.
@@ -347,16 +365,24 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for group in self.param_groups:
                 group.update({**SEL_DEFAULTS, **self.defaults, **group})
             return
-        before = self.state, self.param_groups, self._seen
+        held = self.state, self.param_groups, self._seen
         super().__setstate__(state)
         self._seen = {}
         try:
-            for live, group in zip(before[1], self.param_groups, strict=True):
+            for live, group in zip(held[1], self.param_groups, strict=True):
                 group.update(_merged(live, group))
             self._reinstall(incoming)
         except BaseException:
-            self.state, self.param_groups, self._seen = before
+            self.state, self.param_groups, self._seen = held
             raise
+        # In place: a wrapper that holds a copy of our __dict__ must not go on with what was there before.
+        loaded = self.state, self.param_groups, self._seen
+        self.state, self.param_groups, self._seen = held
+        self.state.clear()
+        self.state.update(loaded[0])
+        self.param_groups[:] = loaded[1]
+        self._seen.clear()
+        self._seen.update(loaded[2])
 
     def _check_incoming(self, state_dict: dict[str, Any]) -> None:
         """Everything that can be wrong with a saved state, before anything changes."""
@@ -433,7 +459,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         if bool(differs.any()):
             change = float((part[differs].double() - mapped[differs].double()).abs().nan_to_num(math.inf).max())
             part.copy_(mapped)
-        self._remember(p, curve.has_n)
+        self._remember(p, group, curve.has_n)
         return change
 
 

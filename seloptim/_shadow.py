@@ -23,6 +23,7 @@ from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
 logger = logging.getLogger("seloptim")
 
 
+FIXED = ("combine", "batch_dims")  # options that a state was made under and is read by
 _Made = TypeVar("_Made")
 
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
@@ -37,6 +38,7 @@ class _Seen(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     has_n: bool
+    fixed: tuple[Any, ...]  # see _fixed
 
 
 class Shadow:
@@ -138,7 +140,7 @@ class Shadow:
             state["mean_slope"] = _shards.total(p, weighted)[0] / p.numel()
         state["initial_rms"] = _rms(p)
         self.state[p] = _shards.assembled(p, state, group["batch_dims"], group["structure"])
-        self._remember(p, self._any_n(state))
+        self._remember(p, group, self._any_n(state))
         self._check_pace(float(group["lr"]), beta, name)
 
     @staticmethod
@@ -233,11 +235,11 @@ class Shadow:
         has_n = "n" in learned or (seen.has_n if seen else self._any_n(self.state[p]))
         return Curve(self.state[p]["beta"], group["combine"], learned, has_n)
 
-    def _remember(self, p: Tensor, has_n: bool) -> None:
+    def _remember(self, p: Tensor, group: dict[str, Any], has_n: bool) -> None:
         """p is the map of its raw now."""
         known, part = self._seen.get(p), _shards.local(p)
         storage = known.storage if known and _same_storage(known, part) else StorageWeakRef(part.untyped_storage())
-        self._seen[p] = _Seen(_versions(p, part), storage, _layout(part), p.device, p.dtype, has_n)
+        self._seen[p] = _Seen(_versions(p, part), storage, _layout(part), p.device, p.dtype, has_n, _fixed(group))
 
     @staticmethod
     def _any_n(state: dict[str, Any]) -> bool:
@@ -259,6 +261,7 @@ class Shadow:
             and seen.version == _versions(p, part)
             and seen.device == p.device
             and seen.dtype == p.dtype
+            and seen.fixed == _fixed(group)
             and _same_storage(seen, part)
         )
 
@@ -276,6 +279,7 @@ class Shadow:
 
     def _take(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """raw <- inverse(p) at the elements where p differs from map(raw); the other elements keep their bits."""
+        self._check_fixed(group, p, name)
         self._follow(p)
         state = self.state[p]
         view, curve, part = self._views(p, group), self._curve(p, group), _shards.local(p)
@@ -289,7 +293,22 @@ class Shadow:
                     f"parameter {name} was edited and has non-finite weights; repair it before the next step"
                 )
             self._invert_at(differs, p, state, view, curve, name)
-        self._remember(p, self._any_n(state))
+        self._remember(p, group, self._any_n(state))
+
+    def _check_fixed(self, group: dict[str, Any], p: Tensor, name: str) -> None:
+        """Refuse an option that state was made under and that has another value now."""
+        seen = self._seen.get(p)
+        for option, then in zip(FIXED, seen.fixed if seen else (), strict=False):
+            if group[option] != then:
+                raise ValueError(
+                    f"{option}={group[option]!r} in the group of parameter {name}, whose state was made with {option}={then!r} and "
+                    f"cannot be read otherwise; set it back, or build a new optimizer (it starts from the weights as they are)"
+                )
+        # A copy has seen nothing. There the shapes tell, and where combine is another the weights stay and raw follows.
+        if seen is None and (fault := _rule.state_fault(self.state[p], p.shape, group["batch_dims"], False)):
+            raise ValueError(
+                f"batch_dims={group['batch_dims']!r} in the group of parameter {name}, but {fault}; set it back"
+            )
 
     def _invert_at(self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str) -> None:
         shape = view.raw.value.shape
@@ -473,15 +492,15 @@ class Shadow:
                 continue
             curved = self._is_curved(group, i, p, name)
             if not curved or p.is_meta or not p.requires_grad:
-                rows.append((name, shape, self._why(group, i, p, curved), "-", "-", str(self._plain_bytes(p))))
+                rows.append((name, shape, self._why(group, i, p, curved), "-", "-", self._bytes(group, p, curved)))
                 continue
             _, state = self._ensure(p)
-            parts = [_shards.local(v) for v in state.values() if isinstance(v, Tensor)]
-            size = sum(v.numel() * v.element_size() for v in parts)
             slope = state["mean_slope"] if p.numel() else math.nan
             if p.numel() and not _shards.is_sharded(p):
                 slope = float(self._slope(p, group).mean(dtype=torch.float64))
-            rows.append((name, shape, group["combine"], f"{state['beta']:.4g}", f"{slope:.4g}", str(size)))
+            rows.append(
+                (name, shape, group["combine"], f"{state['beta']:.4g}", f"{slope:.4g}", self._bytes(group, p, curved))
+            )
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
         lines = []
         for row in rows:
@@ -549,6 +568,7 @@ class Shadow:
             if self._is_curved(group, i, p, name):
                 if not self._has_raw(p):
                     self._create(group, i, p, name)
+                self._check_fixed(group, p, name)
                 rms, last = self.state[p].get("initial_rms", 0.0), self._last_step(group, p)
                 found.append((name, _stats.measure(part, self._views(p, group), self._curve(p, group), rms, last)))
         return _stats.gather(found)
@@ -557,9 +577,19 @@ class Shadow:
         """What the last step of p was made with; None where there was none, or where its update cannot be run backwards."""
         return None
 
-    def _plain_bytes(self, p: Tensor) -> int:
-        """State of a parameter that is not curved: Adam's two moments."""
-        return 2 * _shards.local(p).numel() * p.element_size()
+    def _bytes(self, group: dict[str, Any], p: Tensor, curved: bool) -> str:
+        """The state that p has, or will have once it is made."""
+        if state := self.state.get(p):
+            parts = [_shards.local(v) for v in state.values() if isinstance(v, Tensor)]
+            return str(sum(v.numel() * v.element_size() for v in parts))
+        if not p.requires_grad:
+            return "0"
+        plain = None if curved else self._plain_bytes(group, p)
+        return "-" if plain is None else str(plain)
+
+    def _plain_bytes(self, group: dict[str, Any], p: Tensor) -> int | None:
+        """What the state of a parameter that is not curved will have; None where that is not known before it is made."""
+        return None
 
     def _why(self, group: dict[str, Any], i: int, p: Tensor, curved: bool) -> str:
         if curved:
@@ -590,6 +620,10 @@ def differing(weight: Tensor, mapped: Tensor) -> Tensor:
     # Weights that diverged were not edited: what is not finite on both sides agrees too.
     same = (weight == mapped.to(weight.dtype)) | (weight.isnan() & mapped.isnan())
     return ~(same | (near & mapped.isfinite()))
+
+
+def _fixed(group: dict[str, Any]) -> tuple[Any, ...]:
+    return group["combine"], group["batch_dims"]
 
 
 def _layout(p: Tensor) -> tuple[Any, ...]:

@@ -119,9 +119,6 @@ class Curved(SELOptimizer):
         if "betas" in self.defaults:  # of the Adam family, whose step is bounded by lr
             super()._check_pace(lr, beta, name)
 
-    def _plain_bytes(self, p: Tensor) -> int:
-        return sum(v.numel() * v.element_size() for v in self.state.get(p, {}).values() if isinstance(v, Tensor))
-
     # -------------------------------------------------------------------------------------------------------------- step
 
     def _step_curved(self, group: dict[str, Any], params: list[Tensor]) -> None:
@@ -161,7 +158,7 @@ class Curved(SELOptimizer):
             state = self.state[p]
             state.update({INNER + key: value for key, value in states[state["raw"]].items()})
             state["step"] += 1
-            self._remember(p, item.curve.has_n)
+            self._remember(p, group, item.curve.has_n)
 
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """optimizer_class as it is, for the parameters of a group that are not curved."""

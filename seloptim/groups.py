@@ -1,5 +1,6 @@
 """Which parameters of a model are curved."""
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -22,6 +23,9 @@ def param_groups(model: nn.Module, weight_decay: float | None = None, **options:
     Returns:
         Up to four groups, never an empty one, each `{"params": [(name, parameter), ...], "curved": bool, ...}`: names come with
         them, as from `model.named_parameters()`.
+
+    Warns where nothing is curved although there are matrices outside embeddings: in modules that are linear and no nn.Linear,
+    as transformers.pytorch_utils.Conv1D of GPT-2.
 
     Raises:
         TypeError: `model` is not a module, or an option is one that this function decides (`params`, `curved`).
@@ -49,6 +53,19 @@ def param_groups(model: nn.Module, weight_decay: float | None = None, **options:
     for module in model.modules():
         kind = curved if isinstance(module, (nn.Linear, _ConvNd)) else plain
         kind.update(id(p) for p in module.parameters(recurse=False))
+    others = {
+        type(module).__name__
+        for module in model.modules()
+        if not isinstance(module, (nn.Linear, nn.Embedding, nn.EmbeddingBag))
+        and any(p.dim() >= 2 for p in module.parameters(recurse=False))
+    }
+    if others and not curved - plain:
+        warnings.warn(
+            f"param_groups knows nn.Linear and convolutions, and found nothing to curve in {type(model).__name__}, whose matrices "
+            f"belong to {', '.join(sorted(others))}; to choose by name, give the optimizer model.named_parameters() and "
+            "curved=lambda name, p: ...",
+            stacklevel=2,
+        )
     groups: list[dict[str, Any]] = []
     for is_curved in (True, False):
         for is_matrix in (True, False):

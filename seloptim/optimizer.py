@@ -42,7 +42,7 @@ class SELAdam(SELOptimizer):
             group also True or False.
         combine: "mismatched" (default, the paper's) or "congruent", whose linear path follows raw's sign.
         init: "preserve" (default) changes no weight. "mismatched" shrinks negative weights once, at construction, as the
-            paper does for training from scratch.
+            paper does for training from scratch; frozen parameters (requires_grad=False) are left as they are.
         beta: curvature: a positive number, "auto" (default: from the tensor's rms), "width", or a callable (name, p) -> float.
         lr_space: "raw" (default: lr is the step in raw space) or "weight": lr is divided by the tensor's mean slope at the
             start, so that a typical weight moves as far as under Adam.
@@ -221,7 +221,7 @@ class SELAdam(SELOptimizer):
             skipped = [found_inf.to(count.device, non_blocking=True).view(()) for count in counts]
             torch._foreach_sub_(counts, skipped)  # pyright: ignore[reportPrivateImportUsage]
         for p, item in zip(params, items, strict=True):
-            self._remember(p, item.curve.has_n)
+            self._remember(p, group, item.curve.has_n)
 
     def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
         """Whether this is a step that torch.distributed.checkpoint takes to have state created: at lr = 0, with zero gradients.
@@ -245,6 +245,10 @@ class SELAdam(SELOptimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=self._counter_device(group, p))
         for moment in _rule.MOMENTS if group["amsgrad"] else _rule.MOMENTS[:2]:
             state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def _plain_bytes(self, group: dict[str, Any], p: Tensor) -> int | None:
+        moments = 3 if group["amsgrad"] else 2
+        return moments * _shards.local(p).numel() * p.element_size() + torch.float32.itemsize  # and the count of steps
 
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """torch.optim.Adam, by torch's own functions, for the parameters of a group that are not curved."""

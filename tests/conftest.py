@@ -1,6 +1,7 @@
 """What holds for all tests."""
 
 import os
+from collections.abc import Generator
 
 import pytest
 import torch
@@ -10,6 +11,21 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from seloptim import _execute
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fail-on-skip", action="store_true", help="a skipped test fails: for a run with every extra installed"
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.skipped and item.config.getoption("--fail-on-skip"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, and --fail-on-skip is set: {report.longrepr}"
+    return report
 
 
 @pytest.fixture(autouse=True)

@@ -58,7 +58,7 @@ def on(ranks: int) -> Callable[[Check], Check]:
 
 def run_checks(rank: int, ranks: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    _execute.native_is_ready = lambda *, compile: False  # as conftest.py has it for the tests of one process
+    _execute.native_is_ready = lambda device, *, compile: False  # as conftest.py has it for the tests of one process
     store = FileStore(str(folder / "store"), ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=30))
     for name, check in CHECKS[ranks].items():
@@ -472,7 +472,7 @@ def the_native_kernel_leaves_shards_alone(folder: Path) -> None:
     def native(items: Sequence[Any], *rest: Any) -> None:
         raise AssertionError("a sharded parameter in the native kernel")
 
-    _execute.native_is_ready, _execute._run_native = (lambda *, compile: True), native
+    _execute.native_is_ready, _execute._run_native = (lambda device, *, compile: True), native
     try:
         q = nn.Parameter(cut(numbers((4, 3), 0) * 0.1, world(), [Shard(0)]))
         q.grad = cut(numbers((4, 3), 1), world(), [Shard(0)])

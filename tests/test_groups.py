@@ -80,6 +80,25 @@ def test_a_parametrized_layer_is_not_curved() -> None:
     assert names(param_groups(model), True) == {"bias"}
 
 
+def test_says_so_where_it_finds_nothing_to_curve() -> None:
+    """A module that multiplies by a matrix and is no nn.Linear: silence would leave the whole model to Adam."""
+
+    class Conv1D(nn.Module):  # as GPT-2's in transformers
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2, 3))
+
+    with pytest.warns(
+        UserWarning, match=r"nothing to curve in Sequential, whose matrices belong to Conv1D; .*curved=lambda"
+    ):
+        groups = param_groups(nn.Sequential(nn.Embedding(4, 2), Conv1D(), nn.LayerNorm(3)))
+    assert not any(group["curved"] for group in groups)
+    assert [group["curved"] for group in param_groups(nn.Sequential(Conv1D(), nn.Linear(2, 2, bias=False)))] == [
+        True,
+        False,
+    ]
+
+
 @pytest.mark.parametrize("model", [nn.Linear(2, 2, bias=False), nn.LayerNorm(3), nn.Embedding(2, 2), Model()])
 def test_no_group_is_empty(model: nn.Module) -> None:
     groups = param_groups(model)

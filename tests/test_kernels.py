@@ -73,7 +73,7 @@ def twin(optimizer: SELAdam, options: dict[str, Any], dtype: torch.dtype | None 
             other.state[q][key] = value.to(other.state[q][key].device, copy=True)
         else:
             other.state[q][key] = copy.deepcopy(value)
-    other._remember(q, bool(optimizer._any_n(optimizer.state[p])))
+    other._remember(q, other.param_groups[0], bool(optimizer._any_n(optimizer.state[p])))
     return other
 
 

@@ -875,6 +875,79 @@ def test_describe_says_what_becomes_of_each_parameter() -> None:
     assert "no: group" in SELAdam(make(P), curved="none").describe()
 
 
+def test_describe_counts_no_state_where_there_will_be_none() -> None:
+    """Frozen parameters have none until they are trained; a plain one has as much before its first step as after it."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 4))
+    model[0].requires_grad_(False)
+    optimizer = SELAdam(model.named_parameters(), amsgrad=True)
+    before = [line.split()[-1] for line in optimizer.describe().splitlines()[1:]]
+    assert before[:2] == ["0", "0"] and before[3] == str(4 * (3 * 4 + 1))
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    assert [line.split()[-1] for line in optimizer.describe().splitlines()[1:]] == before
+
+
+@pytest.mark.parametrize("read", ["step", "state_dict", "raw", "stats", "resync", "describe"])
+@pytest.mark.parametrize(("option", "value"), [("combine", "congruent"), ("batch_dims", 0)])
+def test_what_a_state_was_made_under_may_not_change(option: str, value: Any, read: str) -> None:
+    """Neither weights nor state move, and the error names parameter and option. Guard: Shadow._check_fixed."""
+    stack = nn.Parameter(mixed(2, 4, 3, size=0.1, dtype=torch.float32))
+    optimizer = SELAdam([("experts", stack)], batch_dims=1)
+    stack.grad = torch.ones_like(stack)
+    optimizer.step()
+    weights, state = stack.detach().clone(), copy.deepcopy(optimizer.state_dict()["state"])
+    kept = optimizer.param_groups[0][option]
+    optimizer.param_groups[0][option] = value
+    with pytest.raises(ValueError, match=f"{option}={value!r} .*parameter experts.*{option}={kept!r}"):
+        getattr(optimizer, read)(*[stack] if read == "raw" else [])
+    optimizer.param_groups[0][option] = kept
+    same(stack, weights)
+    for key, value in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(state[0][key])), key
+    optimizer.step()
+
+
+def test_in_a_copy_another_combine_keeps_the_weights_and_other_batch_dims_are_refused() -> None:
+    """A copy has seen no weight yet: its values and shapes decide. Guard: Shadow._check_fixed, Shadow._take."""
+    stack = nn.Parameter(mixed(2, 4, 3, size=0.1, dtype=torch.float32))
+    optimizer = SELAdam([("experts", stack)], batch_dims=1)
+    stack.grad = torch.ones_like(stack)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    (its,) = twin.param_groups[0]["params"]
+    twin.param_groups[0]["batch_dims"] = 0
+    with pytest.raises(ValueError, match=r"batch_dims=0 in the group of parameter experts.*set it back"):
+        twin.state_dict()
+    twin.param_groups[0].update(batch_dims=1, combine="congruent")
+    raw = twin.raw(its)
+    assert not torch.equal(raw, optimizer.raw(stack)) and torch.equal(its, stack)
+    torch.testing.assert_close(mapped(twin, its), stack.detach(), rtol=1e-5, atol=1e-8)
+
+
+def test_frozen_weights_are_not_shrunk() -> None:
+    """init="mismatched" is for weights that start; a frozen one was trained. Guard: SELOptimizer._shrink."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    SELAdam(model.parameters(), init="mismatched")
+    assert [torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True)] == [True, True, False, True]
+
+
+def test_replaced_parameters_that_were_trained_are_forgotten_with_a_warning() -> None:
+    """Guard: SELOptimizer._forget_replaced; torch's own state_dict ends in a KeyError."""
+    model = curved_model()
+    optimizer = SELAdam(model.named_parameters())
+    model_step(model, optimizer)
+    moved = copy.deepcopy(model)
+    optimizer.param_groups[0]["params"] = list(moved.parameters())
+    with pytest.warns(UserWarning, match="parameters that had been trained were replaced"):
+        model_step(moved, optimizer, 1)
+    assert set(optimizer.state) == set(moved.parameters())
+    assert set(optimizer._seen) <= set(optimizer.state)
+    assert all(float(state["step"]) == 1 for state in optimizer.state.values())
+    optimizer.state_dict()
+
+
 # ---------------------------------------------------------------------------------------------------------- state and copies
 
 
