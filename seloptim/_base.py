@@ -87,7 +87,9 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             state = self.state[p]
             slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
             view, curve = self._views(p, group), self._curve(p, group)
-            part, grad = _shards.local(p), _shards.local_grad(p)
+            assert p.grad is not None
+            # The parameter itself where it is whole: what a CUDA graph reads again lives as long as it does.
+            part, grad = (_shards.local(p), _shards.local_grad(p)) if _shards.is_sharded(p) else (p, p.grad)
             items.append(_execute.Item(part, grad, view, curve, step, slope, rates, _shards.sums(p, state)))
             # Until the step is through, only the values can tell where an interruption has left p and raw.
             self._forget(p)

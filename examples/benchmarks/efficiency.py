@@ -497,26 +497,27 @@ def scale_lr(start: float, end: float) -> dict[str, Any]:
     return {"e": (start, end), "l": (start, end), "m": (0.01, 0.5)}
 
 
-# Only the class name changes in a script whose rate was tuned for Adam, and the same with param_groups.
+def dropin(groups: str, space: str, beta: str, scales: str) -> Family:
+    options = {"frozen": {"structure": "none"}, "8 to 1.3": {}, "2 to 0.3": {"scale_lr": scale_lr(2.0, 0.3)}}[scales]
+    label = f"{groups}, lr_space {space}, beta {beta}, scales {scales}"
+    return sel(label, groups=groups, lr_space=space, beta=beta, **options)
+
+
+# Only the class name changes in a script whose rate was tuned for Adam ("matrices"), and the same with param_groups ("layers").
+SPACES = (("raw", "auto"), ("weight", "auto"), ("weight", "width"))
 DROPIN = (
     ADAM,
     *(
-        sel(
-            f"{groups}, lr_space {space}, beta {beta}, scales {name}",
-            groups=groups,
-            lr_space=space,
-            beta=beta,
-            **options,
-        )
+        dropin(groups, space, beta, scales)
         for groups in ("matrices", "layers")
-        for space, beta in (("raw", "auto"), ("weight", "auto"), ("weight", "width"))
-        for name, options in (
-            ("8 to 1.3", {}),
-            ("1", {"scale_lr": scale_lr(1.0, 1.0)}),
-            ("0.2", {"scale_lr": scale_lr(0.2, 0.2)}),
-            ("frozen", {"structure": "none"}),
-        )
+        for space, beta in SPACES
+        for scales in ("8 to 1.3", "2 to 0.3", "frozen")
     ),
+)
+DROPIN_128 = (
+    ADAM,
+    *(dropin(groups, "raw", "auto", "8 to 1.3") for groups in ("matrices", "layers")),
+    *(dropin(groups, "weight", beta, "2 to 0.3") for groups in ("matrices", "layers") for beta in ("auto", "width")),
 )
 
 
@@ -531,6 +532,7 @@ def base_pair(name: str, options: dict[str, Any], plain: float, curved: float) -
     return family(False, plain), family(True, curved)
 
 
+DIGITS = Task("mlp", 128, 2, 400), Task("conv", 16, 2, 400), Task("finetune", 128, 2, 200)
 GPT_128 = Task("gpt", 128, 3, 800)
 SUITES = {
     "quick": Suite(
@@ -540,6 +542,8 @@ SUITES = {
     ),
     "sweep": Suite((Task("gpt", 64, 2, 400),), SWEEP, (0, 1, 2)),
     "dropin": Suite((Task("gpt", 64, 2, 400),), DROPIN, (0, 1), equal=((4e-3, 8e-3),)),
+    "dropin128": Suite((GPT_128,), DROPIN_128, (0, 1), equal=((1e-3, 2e-3),)),
+    "dropin-digits": Suite(DIGITS, DROPIN, (0, 1, 2), equal=((4e-3, 3.2e-2), (4e-3, 6.4e-2), (4e-3, 3.2e-2))),
     "ideas": Suite((Task("gpt", 64, 2, 400),), IDEAS, (0, 1, 2)),
     "gpt": Suite((GPT_128,), (ADAM, SEL, SEL_PAPER, SLOPE, MUON, SCHEDULE_FREE), (0, 1, 2)),
     "bases": Suite(
@@ -554,7 +558,7 @@ SUITES = {
         (0, 1, 2),
     ),
     "digits": Suite(
-        (Task("mlp", 128, 2, 400), Task("conv", 16, 2, 400), Task("finetune", 128, 2, 200)),
+        DIGITS,
         (ADAM, SEL, SEL_PAPER, SLOPE),
         (0, 1, 2),
     ),
