@@ -182,7 +182,12 @@ def make_idea(model: nn.Module, lr: float, steps: int, settings: dict[str, Any])
     settings = dict(settings)
     name = settings.pop("idea")
     if name == "moving beta":
-        optimizer = MovingBeta(param_groups(model), lr=lr, anneal_steps=steps, init=settings.get("init", "mismatched"))
+        specified = {
+            "lr_space": "raw",
+            "beta": "auto",
+            "scale_lr": {"e": (8.0, 1.3), "l": (8.0, 1.3), "m": (0.01, 0.5)},
+        }
+        optimizer = MovingBeta(param_groups(model), lr=lr, anneal_steps=steps, init="mismatched", **specified)
         optimizer.plan_by(PLANS[settings["plan"]], steps)
         return [optimizer]
     curved = [p for group in param_groups(model) if group["curved"] for _, p in group["params"] if p.ndim == 2]
