@@ -36,7 +36,7 @@ def adapt(model, params, rates, task):
     """Three steps on a task from `params`: the loss and the accuracy on its test images, before and after each."""
     (x, y), (test_x, test_y) = task
     # A large eps keeps meta-gradients small where a gradient is nearly zero: Adam's step there is a steep function of it.
-    optimizer = sel_adam(3e-3, eps=1e-3, scale_lr={kind: rate.exp() for kind, rate in rates.items()})
+    optimizer = sel_adam(3e-3, eps=1e-3, beta="auto", scale_lr={kind: rate.exp() for kind, rate in rates.items()})
     state = optimizer.init(params)
     losses, right = [], []
     for step in range(INNER_STEPS + 1):

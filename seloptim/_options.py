@@ -17,8 +17,8 @@ SEL_DEFAULTS: dict[str, Any] = {
     "curved": "matrices",
     "combine": "mismatched",
     "init": "preserve",
-    "beta": "auto",
-    "lr_space": "raw",
+    "beta": "width",
+    "lr_space": "weight",
     "structure": "row_col",
     "batch_dims": 0,
     "scale_init": None,
@@ -39,8 +39,8 @@ CHOICES = {
 
 
 DEFAULT_SCALE_LR: dict[str, Any] = {
-    "e": (8.0, 1.3),
-    "l": (8.0, 1.3),
+    "e": (2.0, 0.3),
+    "l": (2.0, 0.3),
     "m": (0.01, 0.5),
     "n": None,
 }

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import _rule, _shards, _stats
 from ._options import learned_kinds
 from ._rule import KINDS, Curve, Views
-from .init import LARGEST_CURVED_RMS, _rms, calibrate_beta
+from .init import LARGEST_CURVED_RMS, _rms, choose_beta
 
 logger = logging.getLogger("seloptim")
 
@@ -104,10 +104,8 @@ class Shadow:
         if isinstance(choice, list):
             choice = choice[i]
         if isinstance(choice, str):
-            # "width" looks at the shape of one matrix of a stack, "auto" at the values of all.
-            slice_of = p.detach() if choice == "auto" else torch.empty(p.shape[group["batch_dims"] :], device="meta")
             try:
-                return calibrate_beta(slice_of, choice)
+                return choose_beta(p.detach(), choice, group["batch_dims"])
             except ValueError as error:
                 raise ValueError(f"parameter {name}: {error}") from error
         return float(choice)

@@ -16,6 +16,7 @@ from ._rule import Hyper
 
 INNER = "inner_"  # in front of the optimizer_class's own keys in the state of a curved parameter
 OURS = {*SEL_DEFAULTS, "sel_format", "optimizer_class", "params", "param_names"}
+DECOUPLED = (torch.optim.Muon, torch.optim.Adafactor)  # always; others say so in their groups
 FASTEST_SCALE = 0.1  # a scale starts at 1: an Adam step beyond a tenth of that is no longer a correction
 
 
@@ -142,10 +143,7 @@ class Curved(SELOptimizer):
                     if still:
                         kept[raw] = raw.clone()
                 options = {**_inner_options(group), "maximize": False} if "maximize" in group else _inner_options(group)
-                groups = [
-                    {**options, "lr": group["lr"] if slope == 1 else group["lr"] / slope, "params": raws[slope]}
-                    for slope in raws
-                ]
+                groups = [{**options, **self._at_slope(group, slope), "params": raws[slope]} for slope in raws]
                 states = self._run(groups, states)
             finally:
                 for p in params:
@@ -159,6 +157,15 @@ class Curved(SELOptimizer):
             state.update({INNER + key: value for key, value in states[state["raw"]].items()})
             state["step"] += 1
             self._remember(p, group, item.curve.has_n)
+
+    def _at_slope(self, group: dict[str, Any], slope: float) -> dict[str, Any]:
+        """lr by which raw moves, and a decay that stays what the group's lr makes of it."""
+        if slope == 1:
+            return {}
+        changed = {"lr": group["lr"] / slope}
+        if group.get("decoupled_weight_decay", issubclass(self.optimizer_class, DECOUPLED)) and group["weight_decay"]:
+            changed["weight_decay"] = group["weight_decay"] * slope
+        return changed
 
     def _step_plain(self, group: dict[str, Any], params: list[Tensor]) -> None:
         """optimizer_class as it is, for the parameters of a group that are not curved."""

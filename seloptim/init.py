@@ -64,6 +64,19 @@ def calibrate_beta(tensor: Tensor, rule: str = "auto") -> float:
     return max(2.0, min(max(12.5, min(64.0, 0.28 / rms)), 1.1 / rms))
 
 
+def choose_beta(tensor: Tensor, rule: str, batch_dims: int = 0) -> float:
+    """beta of a parameter by a rule: "auto" looks at the values of all, "width" at the shape of one matrix of a stack.
+
+    Under "width" too beta * rms stays at most 1.1, and beta at least 2: where weights are larger than their shape suggests
+    (a layer with few inputs and many outputs), a curvature made for the shape alone would leave small weights still.
+    """
+    if rule != "width":
+        return calibrate_beta(tensor, rule)
+    by_shape = calibrate_beta(torch.empty(tensor.shape[batch_dims:], dtype=tensor.dtype, device="meta"), rule)
+    rms = _rms(tensor)
+    return min(by_shape, max(2.0, 1.1 / rms)) if 0 < rms < math.inf else by_shape
+
+
 @torch.no_grad()
 def mismatched_(tensor_or_module: Weights, beta: float | str = "auto", curved: Curved = "matrices") -> Weights:
     """Break the symmetry of the signs, in place: positive weights stay, negative ones shrink.
@@ -77,8 +90,9 @@ def mismatched_(tensor_or_module: Weights, beta: float | str = "auto", curved: C
 
     Arguments:
         tensor_or_module: a tensor, taken whatever its shape, or a module whose parameters `curved` chooses.
-        beta: a positive float, or a rule of `calibrate_beta` applied to each tensor. Default "auto".
-        curved: for a module: "matrices" (two or more dimensions, under beta="auto" with rms up to 0.8), "all",
+        beta: a positive float, or a rule of `calibrate_beta` applied to each tensor. Default "auto"; where a SELAdam with
+            its default follows, "width".
+        curved: for a module: "matrices" (two or more dimensions, under a rule with rms up to 0.8), "all",
             "none", or a callable (name, parameter) -> bool. Default "matrices".
 
     Returns:
@@ -117,7 +131,7 @@ def shrink(weight: Tensor, *scales: float, beta: float) -> Tensor:
 
 
 def _mismatch(weight: Tensor, beta: float | str) -> None:
-    beta = calibrate_beta(weight, beta) if isinstance(beta, str) else beta
+    beta = choose_beta(weight, beta) if isinstance(beta, str) else beta
     part = _shards.local(weight)
     part.copy_(shrink(part, beta=beta))
 
@@ -127,7 +141,7 @@ def _is_curved(name: str, p: Tensor, beta: float | str, curved: Curved) -> bool:
         return bool(curved(name, p))
     if curved == "none" or not p.is_floating_point():
         return False
-    return curved == "all" or (p.ndim >= 2 and not (beta == "auto" and _rms(p) > LARGEST_CURVED_RMS))
+    return curved == "all" or (p.ndim >= 2 and not (isinstance(beta, str) and _rms(p) > LARGEST_CURVED_RMS))
 
 
 def _rms(tensor: Tensor) -> float:

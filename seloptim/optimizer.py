@@ -43,13 +43,14 @@ class SELAdam(SELOptimizer):
         combine: "mismatched" (default, the paper's) or "congruent", whose linear path follows raw's sign.
         init: "preserve" (default) changes no weight. "mismatched" shrinks negative weights once, at construction, as the
             paper does for training from scratch; frozen parameters (requires_grad=False) are left as they are.
-        beta: curvature: a positive number, "auto" (default: from the tensor's rms), "width", or a callable (name, p) -> float.
-        lr_space: "raw" (default: lr is the step in raw space) or "weight": lr is divided by the tensor's mean slope at the
-            start, so that a typical weight moves as far as under Adam.
+        beta: curvature: a positive number, "width" (default: from the shape, beta * rms at most 1.1), "auto" (from the
+            tensor's rms), or a callable (name, p) -> float.
+        lr_space: "weight" (default: lr is divided by the tensor's mean slope at the start, so that a typical weight moves as
+            far as under Adam) or "raw": lr is the step in raw space, as in the paper.
         structure: which factors a scale has: "row_col" (default), "row", "col", "scalar", "none" (scales frozen).
         batch_dims: leading dimensions that stack matrices, each with factors of its own (default 0).
         scale_init: None (default: e = l = m = 1, n = 0) or a mapping kind -> number, or "beta" for beta itself.
-        scale_lr: learning rates of the scales as multiples of lr: None (default: e, l (8, 1.3); m (0.01, 0.5); n frozen),
+        scale_lr: learning rates of the scales as multiples of lr: None (default: e, l (2, 0.3); m (0.01, 0.5); n frozen),
             PAPER_SCALE_LR, or a mapping kind -> None | float | (start, end); a kind left out is frozen.
         anneal_steps: steps over which the multiples go from start to end; None (default): their geometric mean throughout.
         residual_rank: rank of an additive low-rank part B @ A of each curved weight (default 0).
@@ -89,8 +90,8 @@ class SELAdam(SELOptimizer):
         curved: Any = "matrices",
         combine: str = "mismatched",
         init: str = "preserve",
-        beta: Any = "auto",
-        lr_space: str = "raw",
+        beta: Any = "width",
+        lr_space: str = "weight",
         structure: str = "row_col",
         batch_dims: int = 0,
         scale_init: Mapping[str, float | str] | None = None,

@@ -16,7 +16,7 @@ from . import _rule
 from ._options import CHOICES, DEFAULT_SCALE_LR, check_beta, check_scale_init, check_scale_lr, learned_kinds
 from ._rule import KINDS, Curve, Hyper, Slot, Views
 from .functional import sel_inverse
-from .init import calibrate_beta
+from .init import choose_beta
 from .schedule import scale_lr_multiplier
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def sel(
     b1: float = 0.9,
     b2: float = 0.999,
     eps: float = 1e-8,
-    beta: float | str = "auto",
+    beta: float | str = "width",
     combine: str = "mismatched",
     structure: str = "row_col",
     batch_dims: int = 0,
@@ -130,7 +130,7 @@ def sel_adam(
     eps: float = 1e-8,
     weight_decay: float = 0.0,
     *,
-    beta: float | str = "auto",
+    beta: float | str = "width",
     combine: str = "mismatched",
     structure: str = "row_col",
     batch_dims: int = 0,
@@ -261,7 +261,11 @@ class _Sel:
         return SELState(raw_tree, spec.unflatten(scales), spec.unflatten(counts), self.inner.init(raw_tree))
 
     def _start(self, p: Tensor) -> tuple[Tensor, Scales]:
-        beta = calibrate_beta(self._one_matrix(p), self.map.beta) if isinstance(self.map.beta, str) else self.map.beta
+        if p.dim() < self.map.batch_dims:
+            raise ValueError(f"batch_dims={self.map.batch_dims} is more than its {p.dim()} dimensions")
+        beta = self.map.beta
+        if isinstance(beta, str):
+            beta = choose_beta(p.detach(), beta, self.map.batch_dims)
         start = {kind: beta if value == "beta" else float(value) for kind, value in self.scale_init.items()}
         state = _rule.create_state(
             p.detach(),
@@ -281,12 +285,6 @@ class _Sel:
         assert isinstance(raw, Tensor)
         factors = {key: state.get(key) for key in Scales._fields[:-1]}
         return raw, Scales(**factors, beta=torch.tensor(beta, dtype=torch.float64, device="cpu"))  # type: ignore[arg-type]
-
-    def _one_matrix(self, p: Tensor) -> Tensor:
-        """What a rule for beta looks at: the values of all, but the shape of one matrix of a stack."""
-        if p.dim() < self.map.batch_dims:
-            raise ValueError(f"batch_dims={self.map.batch_dims} is more than its {p.dim()} dimensions")
-        return p.detach() if self.map.beta == "auto" else torch.empty(p.shape[self.map.batch_dims :], device="meta")
 
     def update(
         self, updates: Any, state: SELState, *, params: Any = None, inplace: bool = True

@@ -15,7 +15,7 @@ from torch import Tensor
 
 KINDS = ("e", "l", "m", "n")
 START = {"e": 1.0, "l": 1.0, "m": 1.0, "n": 0.0}
-DEFAULT_SCALE_LR: dict[str, Any] = {"e": (8.0, 1.3), "l": (8.0, 1.3), "m": (0.01, 0.5), "n": None}
+DEFAULT_SCALE_LR: dict[str, Any] = {"e": (2.0, 0.3), "l": (2.0, 0.3), "m": (0.01, 0.5), "n": None}
 
 
 def sel_map(raw: Tensor, e: Any, l: Any, m: Any, n: Any, beta: float, combine: str) -> Tensor:
@@ -83,10 +83,11 @@ def rows_and_cols(shape: Sequence[int], batch_dims: int = 0) -> tuple[tuple[int,
 def resolve_beta(rule: float | str, weight: Tensor, batch_dims: int = 0) -> float:
     if not isinstance(rule, str):
         return float(rule)
+    rms = weight.square().mean().sqrt().item() if weight.numel() else 0.0
     if rule == "width":
         row, col = rows_and_cols(weight.shape[batch_dims:])
-        return max(2.0, 0.276 * math.sqrt((math.prod(row) + math.prod(col)) / 2))
-    rms = weight.square().mean().sqrt().item() if weight.numel() else 0.0
+        by_shape = max(2.0, 0.276 * math.sqrt((math.prod(row) + math.prod(col)) / 2))
+        return min(by_shape, max(2.0, 1.1 / rms)) if rms else by_shape
     if rms == 0:
         return 12.5
     return max(2.0, min(max(12.5, min(64.0, 0.28 / rms)), 1.1 / rms))
@@ -217,8 +218,8 @@ class Oracle:
         curved: str | Sequence[bool] = "matrices",
         combine: str = "mismatched",
         init: str = "preserve",
-        beta: float | str = "auto",
-        lr_space: str = "raw",
+        beta: float | str = "width",
+        lr_space: str = "weight",
         structure: str = "row_col",
         batch_dims: int = 0,
         scale_init: Mapping[str, Any] | None = None,
@@ -266,7 +267,7 @@ class Oracle:
             return curved[index]
         if curved != "matrices":
             return curved == "all"
-        large = beta == "auto" and weight.numel() > 0 and weight.square().mean().sqrt().item() > 0.8
+        large = isinstance(beta, str) and weight.numel() > 0 and weight.square().mean().sqrt().item() > 0.8
         return weight.ndim >= 2 and not large
 
     def step(self, grads: Sequence[Tensor | None], lr: float | None = None) -> None:

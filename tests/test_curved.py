@@ -468,13 +468,13 @@ def test_a_class_without_a_rate_is_refused() -> None:
 
 
 def test_scales_that_would_run_away_are_warned_of() -> None:
-    with pytest.warns(UserWarning, match=r"scales of SGD's parameters would move by 0.322 a step.*smaller scale_lr"):
-        Curved(torch.optim.SGD, parameters(), lr=0.1)
+    with pytest.warns(UserWarning, match=r"scales of SGD's parameters would move by 0.387 a step.*smaller scale_lr"):
+        Curved(torch.optim.SGD, parameters(), lr=0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        Curved(torch.optim.SGD, parameters(), lr=0.1, scale_lr=SLOW_SCALES)
-        Curved(torch.optim.SGD, parameters(), lr=0.1, structure="none")
-        Curved(torch.optim.SGD, parameters(), lr=0.1, curved="none")
+        Curved(torch.optim.SGD, parameters(), lr=0.5, scale_lr=SLOW_SCALES)
+        Curved(torch.optim.SGD, parameters(), lr=0.5, structure="none")
+        Curved(torch.optim.SGD, parameters(), lr=0.5, curved="none")
 
 
 def test_sparse_gradients_are_refused() -> None:

@@ -302,13 +302,13 @@ def test_state_follows_its_parameter_to_another_device() -> None:
 def test_before_the_first_step_an_edit_makes_the_state_anew() -> None:
     """api.md, resync: beta included. Guard: Shadow._take at step 0."""
     model = make_model("mlp", torch.float32)
-    optimizer = SELAdam(model.named_parameters())
+    optimizer = SELAdam(model.named_parameters(), beta="auto")
     p = matrices(model)[0]
     beta = optimizer.beta(p)
     with torch.no_grad():
         p.mul_(0.05)
     assert optimizer.beta(p) > beta
-    fresh = SELAdam(copy.deepcopy(model).named_parameters())
+    fresh = SELAdam(copy.deepcopy(model).named_parameters(), beta="auto")
     same(optimizer.state_dict()["state"], fresh.state_dict()["state"])
 
 

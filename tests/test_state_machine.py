@@ -93,7 +93,7 @@ class Machine(RuleBasedStateMachine):
 
     def make(self) -> SELAdam:
         groups = [{"params": [(name, self.parameter(name)) for name in names]} for names in self.groups]
-        return SELAdam(groups, lr=1e-3, **self.options)
+        return SELAdam(groups, lr=1e-3, beta="auto", lr_space="raw", **self.options)
 
     def parameter(self, name: str) -> nn.Parameter:
         return self.model.get_parameter(name)

@@ -28,7 +28,7 @@ ALIASES: dict[str, Callable[[], Any]] = {
     "adam": lambda: torchopt.adam(0.01),
     "adamax": lambda: torchopt.adamax(0.01),
     "adamw": lambda: torchopt.adamw(0.01),
-    "radam": lambda: torchopt.radam(0.01),
+    "radam": lambda: torchopt.radam(0.03),
     "rmsprop": lambda: torchopt.rmsprop(0.01),
     "sgd": lambda: torchopt.sgd(0.005, momentum=0.9),
 }
@@ -102,7 +102,7 @@ def test_sel_adam_is_seladam_in_curved_weight_space(options: dict[str, Any], inp
 def test_stacked_matrices_are_seladam_s(curvature: str) -> None:
     p = mixed(3, 4, 5, seed=1, size=0.1)
     twin = nn.Parameter(p.clone())
-    optimizer = SELAdam([twin], 1e-2, batch_dims=1, beta=curvature)
+    optimizer = SELAdam([twin], 1e-2, batch_dims=1, beta=curvature, lr_space="raw")
     params = (p,)
     transformation = sel_adam(1e-2, batch_dims=1, beta=curvature)
     state = transformation.init(params)
@@ -117,7 +117,7 @@ def test_stacked_matrices_are_seladam_s(curvature: str) -> None:
 def test_a_schedule_counts_completed_updates_as_a_scheduler_does() -> None:
     params = start()
     twins = {name: nn.Parameter(p.clone()) for name, p in params.items()}
-    optimizer = SELAdam(twins.items(), 1e-2, curved="all")
+    optimizer = SELAdam(twins.items(), 1e-2, curved="all", lr_space="raw")
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 10)
     # TorchOpt's own schedules compute in float32.
     transformation = sel_adam(lambda count: 1e-2 + (1e-3 - 1e-2) * min(int(count), 10) / 10)

@@ -410,12 +410,13 @@ def scratch(label: str, **settings: Any) -> Family:
     return sel(label, **{"init": "mismatched", "anneal_steps": "run", **settings})
 
 
-FINE = (1e-3, 1.41e-3, 2e-3, 2.83e-3)
 ADAM = Family("AdamW", "adamw", {"weight_decay": 0.0}, (1e-3, 2e-3, 4e-3))
-SEL = sel("defaults")
-SEL_PAPER = scratch("mismatched init")
-SLOPE = Family("AdamW x SELAdam's mean slope", "slope", {}, (7e-4, 1e-3, 1.41e-3))
-MUON = Family("Muon", "muon", {}, (2e-3, 4e-3, 5.66e-3))
+DEFAULT = {"lr_space": "weight", "beta": "width", "scale_lr": scale_lr(2.0, 0.3)}
+SEL = sel("defaults", **DEFAULT)
+SEL_SCRATCH = scratch("defaults, mismatched init, annealed", **DEFAULT)
+SEL_PAPER = scratch("as specified")
+SLOPE = Family("AdamW x SELAdam's mean slope", "slope", {}, (1e-3, 2e-3, 4e-3))
+MUON = Family("Muon", "muon", {}, (4e-3, 8e-3, 1.6e-2))
 SCHEDULE_FREE = Family("schedule-free AdamW", "schedulefree", {}, (2e-3, 4e-3, 8e-3))
 
 # One choice at a time, from the paper's way.
@@ -424,12 +425,12 @@ SWEEP = (
     ADAM._replace(label="AdamW, decay 0.1", settings={"weight_decay": 0.1}),
     SEL_PAPER,
     scratch("decay 0.1", weight_decay=0.1, decoupled_weight_decay=True),
-    SEL,
-    sel("defaults, scales annealed", anneal_steps="run"),
-    sel("defaults, every matrix", groups="matrices"),
+    sel("preserve, not annealed"),
+    sel("preserve", anneal_steps="run"),
+    sel("preserve, not annealed, every matrix", groups="matrices"),
     scratch("every matrix", groups="matrices"),
-    sel("defaults, lr_space weight", lr_space="weight"),
-    sel("defaults, lr_space weight, every matrix", lr_space="weight", groups="matrices"),
+    sel("preserve, not annealed, lr_space weight", lr_space="weight"),
+    sel("preserve, not annealed, lr_space weight, every matrix", lr_space="weight", groups="matrices"),
     scratch("lr_space weight", lr_space="weight"),
     scratch("congruent", combine="congruent"),
     sel("congruent, preserve", combine="congruent", anneal_steps="run"),
@@ -480,7 +481,7 @@ IDEAS = (
     idea("scales of 8 to 1.3, no curve, Adam", idea="scaled", direction="adam", log=False, multiple=(8.0, 1.3)),
     idea("log scales of 8 to 1.3, no curve, Adam", idea="scaled", direction="adam", log=True, multiple=(8.0, 1.3)),
     idea("log scales of 2, no curve, Adam", idea="scaled", direction="adam", log=True, multiple=(2.0, 2.0)),
-    MUON._replace(rates=(8e-3, 1.6e-2, 3.2e-2)),
+    MUON,
     idea("Muon, no decay", idea="sloped", direction="muon", power=0.0),
     idea("Muon x slope / mean", idea="sloped", direction="muon", power=1.0),
     idea("Muon x slope / mean, renormalized", idea="sloped", direction="muon", power=1.0, renormalize=True),
@@ -546,15 +547,18 @@ GPT_128 = Task("gpt", 128, 3, 800)
 SUITES = {
     "quick": Suite(
         (Task("gpt", 64, 2, 200),),
-        (ADAM._replace(rates=(2e-3, 4e-3, 8e-3)), SEL_PAPER._replace(rates=(2e-3, 4e-3, 8e-3))),
+        tuple(family._replace(rates=(4e-3, 8e-3, 1.6e-2)) for family in (ADAM, SEL, SEL_SCRATCH)),
         (0, 1, 2),
     ),
+    "baselines": Suite((Task("gpt", 64, 2, 400),), (ADAM, SEL, SEL_SCRATCH, SLOPE, SCHEDULE_FREE, MUON), (0, 1, 2)),
+    "long": Suite((Task("gpt", 64, 2, 4000),), (ADAM, SEL, MUON), (0,), equal=((2e-3, 4e-3),)),
+    "wide": Suite((Task("gpt", 256, 4, 300),), (ADAM, SEL), (0,), equal=((1e-3, 2e-3),)),
     "sweep": Suite((Task("gpt", 64, 2, 400),), SWEEP, (0, 1, 2)),
     "dropin": Suite((Task("gpt", 64, 2, 400),), DROPIN, (0, 1), equal=((4e-3, 8e-3),)),
     "dropin128": Suite((GPT_128,), DROPIN_128, (0, 1), equal=((2e-3,),)),
     "dropin-digits": Suite(DIGITS, DROPIN, (0, 1, 2), equal=((4e-3, 3.2e-2), (4e-3, 6.4e-2), (4e-3, 3.2e-2))),
     "ideas": Suite((Task("gpt", 64, 2, 400),), IDEAS, (0, 1, 2)),
-    "gpt": Suite((GPT_128,), (ADAM, SEL, SEL_PAPER, SLOPE, MUON, SCHEDULE_FREE), (0, 1, 2)),
+    "gpt": Suite((GPT_128,), (ADAM, SEL, SEL_SCRATCH, MUON), (0, 1)),
     "bases": Suite(
         (Task("gpt", 64, 2, 400),),
         (
@@ -568,7 +572,7 @@ SUITES = {
     ),
     "digits": Suite(
         DIGITS,
-        (ADAM, SEL, SEL_PAPER, SLOPE),
+        tuple(family._replace(rates=(8e-3, 1.6e-2, 3.2e-2)) for family in (ADAM, SEL, SEL_PAPER, SLOPE)),
         (0, 1, 2),
     ),
 }
