@@ -79,7 +79,7 @@ def choices():
     left.set(xlabel="rms of the initial weights", title='beta="auto"')
     steps = torch.linspace(0, 1.2, 200)
     for label, (start, end), color, style in (
-        ("e, l: default (8, 1.3)", (8.0, 1.3), BLUE, "-"),
+        ("e, l: default (2, 0.3)", (2.0, 0.3), BLUE, "-"),
         ("e, l: PAPER_SCALE_LR", PAPER_SCALE_LR["e"], ORANGE, "--"),
         ("m: both (0.01, 0.5)", (0.01, 0.5), GREEN, "-."),
     ):

@@ -541,7 +541,7 @@ def make_parser():
     add("--autocast", action="store_true", help="compute in bfloat16, whatever the weights are")
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add("--init", choices=("mismatched", "preserve"), default="mismatched", help="SELAdam's")
-    add("--beta", type=beta, default="auto", help='SELAdam\'s: a number, "auto" or "width"')
+    add("--beta", type=beta, default="width", help='SELAdam\'s: a number, "auto" or "width"')
     add("--scale-lr", choices=("default", "paper"), default="default", help="SELAdam's: its own, or PAPER_SCALE_LR")
     add("--anneal-steps", type=number(int, 1), help="SELAdam's (default: as many as --steps)")
     curved = ("modules", "matrices", "all", "none")

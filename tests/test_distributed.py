@@ -555,7 +555,7 @@ def edits_are_taken_by_all_ranks(folder: Path) -> None:
             q, optimizer = with_state()
             if edit_step == 0:
                 q = nn.Parameter(q.detach().clone())
-                optimizer = SELAdam([q])
+                optimizer = SELAdam([q], beta="auto")
                 optimizer.state_dict()
             raw, beta = part(optimizer.raw(q)).clone(), optimizer.beta(q)
             with torch.no_grad():
@@ -612,7 +612,8 @@ def most_weights_out_of_reach_is_counted_over_all_parts(folder: Path) -> None:
 def a_fault_on_one_rank_is_raised_on_all(folder: Path) -> None:
     """Contract 28. Weights that are not finite or have no inverse. Guards: _on_every_rank, and _take asks all ranks."""
     cases: tuple[tuple[float, dict[str, Any], str], ...] = (
-        (float("nan"), {}, "weights that are not finite"),
+        (float("nan"), {"beta": "auto"}, "weights that are not finite"),
+        (float("nan"), {}, "non-finite weights|its part on another rank"),
         (float("inf"), {"beta": 12.5}, "non-finite weights|its part on another rank"),
         (float("nan"), {"beta": 12.5, "init": "mismatched"}, "is not finite|its part on another rank"),
         (-0.1, {"beta": 0.5}, "has no inverse|its part on another rank"),

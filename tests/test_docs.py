@@ -171,7 +171,7 @@ def test_figures_are_those_of_the_script(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 REPORTS = [
-    (page, suite) for page in PAGES for suite in re.findall(r"^<!-- efficiency: (\w+) -->$", page.read_text(), re.M)
+    (page, suite) for page in PAGES for suite in re.findall(r"^<!-- efficiency: ([\w-]+) -->$", page.read_text(), re.M)
 ]
 
 

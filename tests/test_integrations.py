@@ -529,7 +529,7 @@ def test_every_secondary_rate_is_a_multiple_of_the_groups_lr() -> None:
 
     Guard: the update takes the scales' rates times the group's lr, not the constructor's.
     """
-    options = {"scale_lr": {"e": 8.0, "l": 4.0, "m": 0.5}, "structure": "col", "residual_rank": 1}
+    options = {"scale_lr": {"e": 8.0, "l": 4.0, "m": 0.5}, "structure": "col", "residual_rank": 1, "lr_space": "raw"}
     narrow, wide = (first_moves(width, False, **options) for width in (8, 32))
     assert narrow == pytest.approx({"raw": 1e-3, "e": 8e-3, "l": 4e-3, "m": 0.5e-3, "residual_b": 1e-3}, rel=1e-3)
     assert {name: move / narrow[name] for name, move in wide.items()} == pytest.approx(
@@ -539,7 +539,7 @@ def test_every_secondary_rate_is_a_multiple_of_the_groups_lr() -> None:
 
 def test_scales_keep_their_pace_at_every_width_where_scale_lr_makes_up_for_mup() -> None:
     """A scale is a gain of size 1 at every width, and mup gives gains an lr that does not shrink."""
-    narrow, wide = (first_moves(width, True, structure="col") for width in (8, 32))
+    narrow, wide = (first_moves(width, True, structure="col", lr_space="raw") for width in (8, 32))
     assert wide["raw"] == pytest.approx(narrow["raw"] / 4, rel=1e-3)
     for kind in "elm":
         assert wide[kind] == pytest.approx(narrow[kind], rel=1e-3)

@@ -176,6 +176,7 @@ class Muon32(torch.optim.Optimizer):
 def make_optimizers(family: Family, model: nn.Module, lr: float, steps: int) -> list[torch.optim.Optimizer]:
     settings = dict(family.settings)
     if family.optimizer == "adamw":
+        _start_as(settings.pop("init", ""), model)
         return [torch.optim.AdamW(model.parameters(), lr=lr, **settings)]
     if family.optimizer == "muon":
         curved, plain = _curved_and_plain(model)
@@ -214,6 +215,17 @@ def make_optimizers(family: Family, model: nn.Module, lr: float, steps: int) -> 
     return [SELAdam(chosen, lr=lr, **settings)]
 
 
+@torch.no_grad()
+def _start_as(init: str, model: nn.Module) -> None:
+    """For Adam, the weights that SELAdam(init="mismatched") starts from; "smaller": of their size, but symmetric."""
+    if not init:
+        return
+    before = {p: p.clone() for p in model.parameters()}
+    SELAdam(param_groups(model), init="mismatched", beta="width")
+    for p, old in before.items() if init == "smaller" else ():
+        p.copy_(old * (p.norm() / old.norm()).nan_to_num(1.0))
+
+
 def _curved_and_plain(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     parts: dict[bool, list[Tensor]] = {True: [], False: []}
     for group in param_groups(model):
@@ -239,6 +251,8 @@ def run(
     peaks = [group["lr"] for group in groups]
     scheduled = family.optimizer != "schedulefree"
     wall, cpu, curve = time.perf_counter(), time.process_time(), []
+    for optimizer in optimizers if not scheduled else ():
+        optimizer.train()  # type: ignore[attr-defined]
     watch(model, 0)
     for step in range(task.steps):
         if scheduled:
@@ -412,6 +426,12 @@ def scratch(label: str, **settings: Any) -> Family:
 
 ADAM = Family("AdamW", "adamw", {"weight_decay": 0.0}, (1e-3, 2e-3, 4e-3))
 DEFAULT = {"lr_space": "weight", "beta": "width", "scale_lr": scale_lr(2.0, 0.3)}
+ADAM_SCRATCH = Family(
+    "AdamW, mismatched init", "adamw", {"weight_decay": 0.0, "init": "mismatched"}, (1e-3, 2e-3, 4e-3)
+)
+ADAM_SMALLER = Family(
+    "AdamW, as small but symmetric", "adamw", {"weight_decay": 0.0, "init": "smaller"}, (1e-3, 2e-3, 4e-3)
+)
 SEL = sel("defaults", **DEFAULT)
 SEL_SCRATCH = scratch("defaults, mismatched init, annealed", **DEFAULT)
 SEL_PAPER = scratch("as specified")
@@ -547,18 +567,41 @@ GPT_128 = Task("gpt", 128, 3, 800)
 SUITES = {
     "quick": Suite(
         (Task("gpt", 64, 2, 200),),
-        tuple(family._replace(rates=(4e-3, 8e-3, 1.6e-2)) for family in (ADAM, SEL, SEL_SCRATCH)),
+        tuple(
+            family._replace(rates=(4e-3, 8e-3, 1.6e-2))
+            for family in (ADAM, SEL, SEL_SCRATCH, ADAM_SCRATCH, ADAM_SMALLER)
+        ),
         (0, 1, 2),
     ),
-    "baselines": Suite((Task("gpt", 64, 2, 400),), (ADAM, SEL, SEL_SCRATCH, SLOPE, SCHEDULE_FREE, MUON), (0, 1, 2)),
-    "long": Suite((Task("gpt", 64, 2, 4000),), (ADAM, SEL, MUON), (0,), equal=((2e-3, 4e-3),)),
-    "wide": Suite((Task("gpt", 256, 4, 300),), (ADAM, SEL), (0,), equal=((1e-3, 2e-3),)),
-    "sweep": Suite((Task("gpt", 64, 2, 400),), SWEEP, (0, 1, 2)),
+    "baselines": Suite(
+        (Task("gpt", 64, 2, 400),),
+        (
+            ADAM,
+            *(
+                family._replace(rates=(4e-3, 8e-3, 1.6e-2))
+                for family in (SEL, SEL_SCRATCH, ADAM_SCRATCH, ADAM_SMALLER, SLOPE, SCHEDULE_FREE, MUON)
+            ),
+        ),
+        (0, 1, 2),
+    ),
+    "long": Suite((Task("gpt", 64, 2, 4000),), (ADAM, SEL, SEL_SCRATCH, ADAM_SCRATCH), (0,), equal=((4e-3,),)),
+    "wide": Suite((Task("gpt", 256, 4, 200),), (ADAM, SEL, SEL_SCRATCH, ADAM_SCRATCH), (0,), equal=((2e-3,),)),
+    "sweep": Suite((Task("gpt", 64, 2, 400),), SWEEP, (0, 1)),
     "dropin": Suite((Task("gpt", 64, 2, 400),), DROPIN, (0, 1), equal=((4e-3, 8e-3),)),
     "dropin128": Suite((GPT_128,), DROPIN_128, (0, 1), equal=((2e-3,),)),
     "dropin-digits": Suite(DIGITS, DROPIN, (0, 1, 2), equal=((4e-3, 3.2e-2), (4e-3, 6.4e-2), (4e-3, 3.2e-2))),
     "ideas": Suite((Task("gpt", 64, 2, 400),), IDEAS, (0, 1, 2)),
-    "gpt": Suite((GPT_128,), (ADAM, SEL, SEL_SCRATCH, MUON), (0, 1)),
+    "gpt": Suite(
+        (GPT_128,),
+        (
+            ADAM._replace(rates=(2e-3, 4e-3)),
+            dropin("layers", "weight", "width", "2 to 0.3")._replace(label="SELAdam, defaults", rates=(2e-3, 4e-3)),
+            dropin("layers", "raw", "auto", "8 to 1.3")._replace(label="SELAdam, as specified", rates=(2e-3, 4e-3)),
+            SEL_SCRATCH._replace(rates=(2e-3, 4e-3)),
+            ADAM_SCRATCH._replace(rates=(2e-3, 4e-3)),
+        ),
+        (0,),
+    ),
     "bases": Suite(
         (Task("gpt", 64, 2, 400),),
         (

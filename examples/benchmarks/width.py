@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from seloptim import SELAdam, param_groups
 
 ARMS = ("without mup", "mup", "mup, scale_lr left alone")
-SCALE_LR = {"e": (8.0, 1.3), "l": (8.0, 1.3), "m": (0.01, 0.5)}  # SELAdam's defaults
+SCALE_LR = {"e": (8.0, 1.3), "l": (8.0, 1.3), "m": (0.01, 0.5)}
 
 
 def network(width: int, readout: type[nn.Linear]) -> nn.Sequential:
@@ -36,7 +36,13 @@ def curvature(name: str, p: Tensor) -> float:
 def network_and_optimizer(
     arm: str, base: int, width: int, lr: float, steps: int
 ) -> tuple[nn.Module, torch.optim.Optimizer]:
-    options: dict[str, Any] = {"lr": lr, "beta": curvature, "anneal_steps": steps, "scale_lr": SCALE_LR}
+    options: dict[str, Any] = {
+        "lr": lr,
+        "beta": curvature,
+        "anneal_steps": steps,
+        "scale_lr": SCALE_LR,
+        "lr_space": "raw",
+    }
     if arm == "without mup":
         model = network(width, nn.Linear)
         return model, SELAdam(param_groups(model), **options)
