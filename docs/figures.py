@@ -10,6 +10,7 @@ import matplotlib
 matplotlib.use("Agg")
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.ticker import NullFormatter
 from PIL import Image
 
 HERE = Path(__file__).parent
@@ -135,9 +136,45 @@ def seams():
     save(figure, "seams.png")
 
 
+def by_rate():
+    """Final loss by learning rate, the first seed of examples/benchmarks/efficiency.py."""
+    sys.path.insert(0, str(HERE.parent / "examples" / "benchmarks"))
+    import efficiency as e
+
+    record = e.Record(e.RESULTS, minutes=-1)
+    specified = e.dropin("layers", "raw", "auto", "8 to 1.3")
+    arms = (
+        (e.ADAM, "AdamW", GREY, "o-"),
+        (e.dropin("layers", "weight", "width", "2 to 0.3"), "SELAdam, defaults", BLUE, "o-"),
+        (specified, "SELAdam, lr_space raw, beta auto, scales 8 to 1.3", ORANGE, "o--"),
+    )
+    tasks = (
+        (e.Task("gpt", 64, 2, 400), "GPT, width 64"),
+        (e.GPT_128, "GPT, width 128"),
+        (e.DIGITS[0], "MLP on digits"),
+    )
+    figure, axes = panels(3, 2.85)
+    for axis, (task, title) in zip(axes, tasks, strict=True):
+        for family, label, color, style in arms:
+            # The same runs under the name that another suite gives them, without "groups".
+            short = {key: value for key, value in family.settings.items() if key != "groups"}
+            both = (family, family._replace(settings=short))
+            rates = [2.0**k * 1e-3 for k in range(8)]
+            found = {lr: record.get(task, f, lr, 0) for f in both for lr in rates if record.get(task, f, lr, 0)}
+            kept = {lr: entry["final"] for lr, entry in sorted(found.items())}
+            axis.semilogx(list(kept), list(kept.values()), style, color=color, label=label, markersize=3, linewidth=1)
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        best = min(line.get_ydata().min() for line in axis.get_lines())
+        axis.set(xlabel="lr", title=title, ylim=(best * 0.98, best * 1.2))
+    axes[0].set_ylabel("final loss")
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="outside lower center", ncols=3)
+    save(figure, "by_rate.png")
+
+
 if __name__ == "__main__":
     plt.rcParams.update({"font.size": 9, "lines.linewidth": 1.6})
     curve()
     choices()
     initialisation()
     seams()
+    by_rate()

@@ -196,7 +196,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         for group, (curved, betas) in zip(groups, decided, strict=True):
             for i, p, name in [(i, p, name) for g, i, p, name in self._members() if g is group]:
                 curved.append(self._is_curved(group, i, p, name))
-                betas.append("auto")
+                betas.append(group["beta"][i] if isinstance(group["beta"], list) else group["beta"])
                 if not curved[-1] or not p.requires_grad:
                     continue  # a frozen weight is somebody's trained one
                 if p.is_meta:
@@ -276,7 +276,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             if not kind or kind[-1][0] is not group:
                 kind.append((group, []))
             kind[-1][1].append(p)
-        if len(self.state) > len(members):
+        here = {p for _, _, p, _ in members}
+        if any(p not in here for p in self.state):
             self._forget_replaced()
         if self._only_creates(with_grad):
             return loss
@@ -413,6 +414,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                         f"the saved state of parameter {name} is cut over ranks and the parameter is not; save it with "
                         "get_optimizer_state_dict(..., options=StateDictOptions(full_state_dict=True)) or torch.distributed.checkpoint"
                     )
+                if "raw" in state:
+                    self._refuse_shards(merged, p, name)
                 reason = self._saved_fault(state, p, merged["batch_dims"])
                 if reason:
                     raise ValueError(

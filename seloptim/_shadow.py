@@ -139,7 +139,8 @@ class Shadow:
         state["initial_rms"] = _rms(p)
         self.state[p] = _shards.assembled(p, state, group["batch_dims"], group["structure"])
         self._remember(p, group, self._any_n(state))
-        self._check_pace(float(group["lr"]), beta, name)
+        slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
+        self._check_pace(float(group["lr"]) / slope, beta, name)
 
     @staticmethod
     def _refuse_shards(group: dict[str, Any], p: Tensor, name: str) -> None:
@@ -169,7 +170,7 @@ class Shadow:
         if lr * beta > 0.5:
             warnings.warn(
                 f"lr * beta = {lr:g} * {beta:g} = {lr * beta:.3g} for parameter {name}: one step could multiply a weight by more "
-                f"than e^0.5; lower lr below {0.5 / beta:.3g}",
+                f"than e^0.5; lower lr below {0.5 / beta:.3g} (lr as the step of raw: divided by the mean slope under lr_space='weight')",
                 stacklevel=3,
             )
 
@@ -466,6 +467,8 @@ class Shadow:
             ['weight']
         """
         for group, i, p, name in self._members():
+            if self._waits(group, i, p) and not p.requires_grad:
+                continue  # it gets no state, and to ask what it would be takes all ranks
             self._refuse_alone(group, i, p, name)
             if self._is_curved(group, i, p, name):
                 yield name, p
@@ -486,7 +489,7 @@ class Shadow:
         for group, i, p, name in self._members():
             shape = "x".join(map(str, p.shape)) or "scalar"
             if self._waits(group, i, p):
-                rows.append((name, shape, "decided in step()", "-", "-", "-"))
+                rows.append((name, shape, "decided in step()" if p.requires_grad else "no: frozen", "-", "-", "-"))
                 continue
             curved = self._is_curved(group, i, p, name)
             if not curved or p.is_meta or not p.requires_grad:

@@ -163,7 +163,9 @@ class Curved(SELOptimizer):
         if slope == 1:
             return {}
         changed = {"lr": group["lr"] / slope}
-        if group.get("decoupled_weight_decay", issubclass(self.optimizer_class, DECOUPLED)) and group["weight_decay"]:
+        if group.get("decoupled_weight_decay", issubclass(self.optimizer_class, DECOUPLED)) and group.get(
+            "weight_decay"
+        ):
             changed["weight_decay"] = group["weight_decay"] * slope
         return changed
 

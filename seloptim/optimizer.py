@@ -162,7 +162,8 @@ class SELAdam(SELOptimizer):
             )
 
     def _refuse_step(self, group: dict[str, Any], p: Tensor, name: str) -> None:
-        self._refuse_capturable(group, name)
+        if group["curved"] not in ("none", False):
+            self._refuse_capturable(group, name)
         if group["capturable"] and not group["fused"]:
             supported = _get_capturable_supported_devices()
             if p.device.type not in supported:

@@ -138,7 +138,7 @@ def sel_adam(
     scale_lr: Mapping[str, Any] | None = None,
     anneal_steps: int | None = None,
 ) -> GradientTransformation:
-    """`SELAdam(curved="all")` as a pure transformation: one Adam for the raw weights and their scales.
+    """`SELAdam(curved="all", lr_space="raw")` as a pure transformation: one Adam for the raw weights and their scales.
 
     ::
 

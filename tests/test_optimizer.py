@@ -782,10 +782,18 @@ def test_asked_for_it_is_curved_with_a_small_beta(how: str, size: float, rule: s
     assert optimizer.beta(p) == pytest.approx(max(2.0, 1.1 / size))
 
 
+def test_a_frozen_weight_keeps_its_own_beta_under_the_mismatched_initialisation() -> None:
+    """Guard: SELOptimizer._shrink leaves the beta of what it does not shrink as it was asked for."""
+    p = make(P)[0].requires_grad_(False)
+    optimizer = SELAdam([p], init="mismatched", beta=6.0)
+    p.requires_grad_(True)
+    assert optimizer.beta(p) == 6.0
+
+
 def test_a_step_that_could_multiply_weights_is_warned_of() -> None:
     def state_of(lr: Any, **options: Any) -> None:
         p = make(P)[0]
-        SELAdam([("w", p)], lr=lr, beta=12.5, **options).raw(p)
+        SELAdam([("w", p)], lr=lr, beta=12.5, lr_space="raw", **options).raw(p)
 
     for lr in (0.05, torch.tensor(0.05)):
         with pytest.warns(
