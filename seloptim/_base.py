@@ -85,7 +85,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         items = []
         for p, (step, rates) in zip(params, counts, strict=True):
             state = self.state[p]
-            slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
+            slope = self._lr_slope(group, state)
             view, curve = self._views(p, group), self._curve(p, group)
             assert p.grad is not None
             # The parameter itself where it is whole: what a CUDA graph reads again lives as long as it does.

@@ -342,7 +342,10 @@ def pull(item: Item, hyper: Hyper) -> tuple[Tensor, list[Pulled]]:
         _parts(item.state, item.curve, cut), *(_pieces(t, cut) for t in (weight, grad, gradient)), strict=True
     ):
         found = _rule.pull(_gradient(g, w, raw.dtype, hyper), part, item.curve, scales)
-        target.copy_(found.raw)
+        if found.raw.shape == raw.shape:
+            gradient = found.raw
+        else:
+            target.copy_(found.raw)
         pulled.append(found._replace(raw=weight))
     return gradient, pulled
 

@@ -323,7 +323,12 @@ def pair(scales: Scales, place: int) -> tuple[Tensor, ...]:
 
 def patterns(scales: Scales, curve: Curve) -> list[Tensor | float]:
     """(e/beta, l/beta, beta*m, n), broadcastable to (batch, rows, cols): the map's scales for a curvature of 1."""
-    return [0.0 if kind == "n" and not curve.has_n else math.prod(pair(scales, VECTOR[kind])) for kind in KINDS]
+    return [*(math.prod(pair(scales, VECTOR[kind])) for kind in KINDS[:3]), shift(scales, curve)]
+
+
+def shift(scales: Scales, curve: Curve) -> Tensor | float:
+    """n, broadcastable to (batch, rows, cols), or the number 0, which costs no exponential."""
+    return math.prod(pair(scales, VECTOR["n"])) if curve.has_n else 0.0
 
 
 def factors(state: Views) -> tuple[Tensor | None, Tensor | None]:
@@ -384,7 +389,7 @@ def pull_squares(grad_sq: Tensor, state: Views, curve: Curve) -> Pulled:
 
 def _shares_of(grad: Tensor | None, raw: Tensor, scales: Scales, curve: Curve) -> tuple[Tensor, dict[str, Tensor]]:
     l, m, em = (pair(scales, place) for place in (1, 2, 3))
-    n = math.prod(pair(scales, VECTOR["n"])) if curve.has_n else 0.0
+    n = shift(scales, curve)
     owned = _owned(raw, grad, *l, *m, *em, n)
     return _shares(grad, raw, em, l, m, n, combine=curve.combine, kinds=curve.learned, owned=owned)
 
@@ -509,7 +514,7 @@ def push(state: Views, curve: Curve, scales: Scales | None = None) -> Tensor:
     scales = unpack(*factors(state), curve) if scales is None else scales
     raw = state.raw.value
     e, l, m = (pair(scales, place) for place in (0, 1, 2))
-    n = math.prod(pair(scales, VECTOR["n"])) if curve.has_n else 0.0
+    n = shift(scales, curve)
     weight = _map(raw, e, l, m, n, combine=curve.combine, owned=_owned(raw, *e, *l, *m, n))
     low_rank = residual(state)
     return weight if low_rank is None else weight + low_rank

@@ -139,8 +139,12 @@ class Shadow:
         state["initial_rms"] = _rms(p)
         self.state[p] = _shards.assembled(p, state, group["batch_dims"], group["structure"])
         self._remember(p, group, self._any_n(state))
-        slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
-        self._check_pace(float(group["lr"]) / slope, beta, name)
+        self._check_pace(float(group["lr"]) / self._lr_slope(group, state), beta, name)
+
+    @staticmethod
+    def _lr_slope(group: dict[str, Any], state: dict[str, Any]) -> float:
+        """What lr is divided by for raw."""
+        return state["mean_slope"] if group["lr_space"] == "weight" else 1.0
 
     @staticmethod
     def _refuse_shards(group: dict[str, Any], p: Tensor, name: str) -> None:

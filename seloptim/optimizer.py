@@ -280,7 +280,7 @@ class SELAdam(SELOptimizer):
         step = float(state["step"])
         if step == 0:
             return None
-        slope = state["mean_slope"] if group["lr_space"] == "weight" else 1.0
+        slope = self._lr_slope(group, state)
         rates = torch.tensor(scale_rates(group, step - 1), dtype=state["raw"].dtype, device=p.device)
         return LastStep(_hyper(group), step, slope, rates)
 
