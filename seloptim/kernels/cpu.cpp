@@ -21,6 +21,7 @@
 #include <limits>
 #include <memory>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX__)
@@ -54,7 +55,7 @@ struct Simd<float> {
   typedef uint32_t Bits;
   static constexpr int mantissa = 23, bias = 127;
   static constexpr float round = 12582912.0f;        // 1.5 * 2^23: adding it rounds to an integer
-  static constexpr float high = 128.4f, low = -124.4f;  // beyond: infinite, or -1 (and 0 for the exponential)
+  static constexpr float high = 128.4f, low = -124.4f;  // beyond: infinite, or 0 beside 1
   // (2^f - 1) / f on [-1/2, 1/2], interpolated at the Chebyshev nodes: 1.3e-8
   static constexpr float poly[] = {0.69314718802622878f,   0.24022650760568127f,   0.055503571142190778f,
                                    0.0096180825572778515f, 0.0013390863364671234f, 0.00015453162945120690f};
@@ -83,8 +84,6 @@ template <typename T>
 using Mask = typename Simd<T>::U;
 template <typename T>
 constexpr int kWidth = kBytes / int(sizeof(T));
-
-constexpr int64_t kStrip = 8;  // vectors worked on together
 
 template <typename T>
 INLINE Vec<T> load(const T* from) {
@@ -125,12 +124,37 @@ INLINE Vec<T> flip(Vec<T> v, Mask<T> sign) {
   return (Vec<T>)((Mask<T>)v ^ sign);
 }
 
+// What AVX-512 has instructions for: y in an integer, `nearest`, and the `rest`; x*2^t; which lanes are finite, or not zero; and
+// sum + x*y where a lane is.
+#if defined(__AVX512DQ__)
+
+using Lanes = uint32_t;
+constexpr int kNearest = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+
+INLINE Vec<float> nearest(Vec<float> y) { return (Vec<float>)_mm512_roundscale_ps((__m512)y, kNearest); }
+INLINE Vec<double> nearest(Vec<double> y) { return (Vec<double>)_mm512_roundscale_pd((__m512d)y, kNearest); }
+INLINE Vec<float> rest(Vec<float> y, Vec<float>) { return (Vec<float>)_mm512_reduce_ps((__m512)y, kNearest); }
+INLINE Vec<double> rest(Vec<double> y, Vec<double>) { return (Vec<double>)_mm512_reduce_pd((__m512d)y, kNearest); }
+INLINE Vec<float> scale(Vec<float> x, Vec<float> t) { return (Vec<float>)_mm512_scalef_ps((__m512)x, (__m512)t); }
+INLINE Vec<double> scale(Vec<double> x, Vec<double> t) { return (Vec<double>)_mm512_scalef_pd((__m512d)x, (__m512d)t); }
+
+constexpr int kNotFinite = 0x99;  // NaN of either kind, infinity of either sign
+INLINE Lanes finite(Vec<float> v) { return _knot_mask16(_mm512_fpclass_ps_mask((__m512)v, kNotFinite)); }
+INLINE Lanes finite(Vec<double> v) { return _knot_mask8(_mm512_fpclass_pd_mask((__m512d)v, kNotFinite)); }
+INLINE Lanes not_zero(Vec<float> v) { return _mm512_cmp_ps_mask((__m512)v, __m512{}, _CMP_NEQ_UQ); }
+INLINE Lanes not_zero(Vec<double> v) { return _mm512_cmp_pd_mask((__m512d)v, __m512d{}, _CMP_NEQ_UQ); }
+INLINE Vec<float> add_where(Lanes lanes, Vec<float> x, Vec<float> y, Vec<float> sum) {
+  return (Vec<float>)_mm512_mask3_fmadd_ps((__m512)x, (__m512)y, (__m512)sum, lanes);
+}
+INLINE Vec<double> add_where(Lanes lanes, Vec<double> x, Vec<double> y, Vec<double> sum) {
+  return (Vec<double>)_mm512_mask3_fmadd_pd((__m512d)x, (__m512d)y, (__m512d)sum, lanes);
+}
+
+#else
+
 // Written so that NaN passes: these instructions return their second operand then.
 INLINE Vec<float> clamp(Vec<float> y) {
-#if defined(__AVX512F__)
-  y = (Vec<float>)_mm512_min_ps(_mm512_set1_ps(Simd<float>::high), (__m512)y);
-  return (Vec<float>)_mm512_max_ps(_mm512_set1_ps(Simd<float>::low), (__m512)y);
-#elif defined(__AVX__)
+#if defined(__AVX__) && !defined(__AVX512F__)
   y = (Vec<float>)_mm256_min_ps(_mm256_set1_ps(Simd<float>::high), (__m256)y);
   return (Vec<float>)_mm256_max_ps(_mm256_set1_ps(Simd<float>::low), (__m256)y);
 #else
@@ -144,36 +168,110 @@ INLINE Vec<double> clamp(Vec<double> y) {
   return y < Simd<double>::low ? Simd<double>::low - Vec<double>{} : y;
 }
 
-// 2^y = 2*half*(1 + part): `half` is a power of two that never overflows, `part` is accurate near zero.
-template <typename T>
-INLINE void exp2_parts(Vec<T> y, Vec<T>& half, Vec<T>& part) {
+// The integer stands in the last bits of the sum.
+INLINE Vec<float> nearest(Vec<float> y) { return clamp(y) + Simd<float>::round; }
+INLINE Vec<double> nearest(Vec<double> y) { return clamp(y) + Simd<double>::round; }
+
+template <typename V>
+INLINE V rest(V y, V t) {
+  return clamp(y) - (t - Simd<std::decay_t<decltype(y[0])>>::round);
+}
+
+template <typename V>
+INLINE V scale(V x, V t) {
+  using S = Simd<std::decay_t<decltype(x[0])>>;
+  return x * (V)(((typename S::U)t << S::mantissa) + (typename S::Bits(S::bias) << S::mantissa));
+}
+
+template <typename V>
+INLINE auto finite(V v) {
+  return v - v == V{};
+}
+template <typename V>
+INLINE auto not_zero(V v) {
+  return v != V{};
+}
+template <typename Lanes, typename V>
+INLINE V add_where(Lanes lanes, V x, V y, V sum) {
+  return sum + (lanes ? x * y : V{});
+}
+
+#endif
+
+// P vectors in lockstep: while one waits for the result of an operation another occupies the processor, which cannot look far
+// enough ahead to find as much to do.
+template <typename V, int P>
+struct Pack {
+  V v[P];
+};
+template <typename T, int P>
+using Vecs = Pack<Vec<T>, P>;
+
+#define EACH_OF(expression) \
+  each<P>([&](size_t i) __attribute__((always_inline)) { return expression; }, std::make_index_sequence<P>{})
+
+template <int P, typename F, size_t... I>
+INLINE auto each(const F& f, std::index_sequence<I...>) {
+  return Pack<decltype(f(size_t(0))), P>{f(I)...};
+}
+
+template <typename V, int P>
+INLINE Pack<V, P> operator+(const Pack<V, P>& a, const Pack<V, P>& b) { return EACH_OF(a.v[i] + b.v[i]); }
+template <typename V, int P>
+INLINE Pack<V, P> operator-(const Pack<V, P>& a, const Pack<V, P>& b) { return EACH_OF(a.v[i] - b.v[i]); }
+template <typename V, int P>
+INLINE Pack<V, P> operator*(const Pack<V, P>& a, const Pack<V, P>& b) { return EACH_OF(a.v[i] * b.v[i]); }
+template <typename V, int P>
+INLINE Pack<V, P> operator/(const Pack<V, P>& a, const Pack<V, P>& b) { return EACH_OF(a.v[i] / b.v[i]); }
+template <typename V, int P, typename T>
+INLINE Pack<V, P> operator+(const Pack<V, P>& a, T b) { return EACH_OF(a.v[i] + b); }
+template <typename V, int P, typename T>
+INLINE Pack<V, P> operator-(const Pack<V, P>& a, T b) { return EACH_OF(a.v[i] - b); }
+template <typename V, int P, typename T>
+INLINE Pack<V, P> operator*(const Pack<V, P>& a, T b) { return EACH_OF(a.v[i] * b); }
+
+template <int P, typename T>
+INLINE Vecs<T, P> load(const T* from, int64_t stride = kWidth<T>) { return EACH_OF(load(from + i * stride)); }
+template <typename T, int P>
+INLINE void store(T* to, const Vecs<T, P>& p) {
+#pragma GCC unroll 8
+  for (int i = 0; i < P; ++i) store(to + i * kWidth<T>, p.v[i]);
+}
+
+// 2^y = 2 * 2^below * (1 + part): part is accurate near zero, and 2^below does not overflow where the result does not.
+template <typename T, int P>
+INLINE void exp2_parts(const Vecs<T, P>& y, Vecs<T, P>& below, Vecs<T, P>& part) {
   using S = Simd<T>;
-  y = clamp(y);
-  const Vec<T> t = y + S::round;
-  const Vec<T> f = y - (t - S::round);
   constexpr int terms = sizeof(S::poly) / sizeof(T);
-  Vec<T> q = S::poly[terms - 1] - Vec<T>{};
+  const auto whole = EACH_OF(nearest(y.v[i]));
+  const auto f = EACH_OF(rest(y.v[i], whole.v[i]));
+  auto q = f * S::poly[terms - 1] + S::poly[terms - 2];
 #pragma GCC unroll 16
-  for (int i = terms - 2; i >= 0; --i) q = q * f + S::poly[i];
+  for (int k = terms - 3; k >= 0; --k) q = q * f + S::poly[k];
   part = q * f;
-  half = (Vec<T>)(((Mask<T>)t << S::mantissa) + (typename S::Bits(S::bias - 1) << S::mantissa));
+  below = whole - T(1);
 }
 
-template <typename T>
-INLINE Vec<T> expm1_base2(Vec<T> y) {
-  Vec<T> half, part;
-  exp2_parts<T>(y, half, part);
-  const Vec<T> x = half * part + (half - T(0.5));
+template <typename T, int P>
+INLINE Vecs<T, P> expm1_base2(const Vecs<T, P>& y) {
+  Vecs<T, P> below, part;
+  exp2_parts<T, P>(y, below, part);
+  const Vec<T> one = T(1) - Vec<T>{};
+  const auto x = EACH_OF(scale(part.v[i], below.v[i])) + EACH_OF(scale(one, below.v[i]) - T(0.5));
   return x + x;
 }
 
-template <typename T>
-INLINE Vec<T> exp_base2(Vec<T> y) {
-  Vec<T> half, part;
-  exp2_parts<T>(y, half, part);
-  const Vec<T> x = half * part + half;
+template <typename T, int P>
+INLINE Vecs<T, P> exp_base2(const Vecs<T, P>& y) {
+  Vecs<T, P> below, part;
+  exp2_parts<T, P>(y, below, part);
+  const auto x = EACH_OF(scale(part.v[i] + T(1), below.v[i]));
   return x + x;
 }
+
+constexpr int kPack = 2;    // vectors in lockstep
+constexpr int kStrip = 8;   // vectors of a row that go through one part of the work before the next part begins
+static_assert(kStrip % kPack == 0);
 
 constexpr double kLog2E = 1.4426950408889634074;
 
@@ -239,10 +337,15 @@ INLINE RowScales<T> row_scales(const Matrix<T>& x, int64_t i) {
   return r;
 }
 
-// The columns as one thread sees them: for each vector of columns its patterns and its sums side by side. As arrays of
-// their own, whose distance is often a multiple of 4096 bytes, they would compete for the same lines of the cache.
-// e*m and e*n are what sums are weighted with; padding is zero.
-enum Column { kE, kL, kM, kEM, kN, kEN, kSums, kTotals = kSums + kKinds, kColumn = kTotals + kKinds };
+// What of the scales is learned: nothing, with scales that have no column factor; nothing; exactly e, l, m; any set of kinds, and n.
+enum Train { kConstant, kFrozen, kUsual, kAny };
+constexpr bool learns(Train train) { return train == kUsual || train == kAny; }
+
+// What a pass needs of the columns: for each vector of them its patterns and its sums side by side, and nothing that it does not
+// need, so that it fills few lines of the cache and fills them evenly. e*m and e*n are what sums are weighted with.
+enum Column { kE, kL, kM, kEM, kSumE, kSumL, kSumM, kN, kEN, kSumN, kColumns };
+constexpr int pulled(Train train) { return train == kAny ? kColumns : train == kUsual ? kN : kSumE; }
+constexpr int pushed(bool has_n) { return has_n ? 4 : 3; }  // e, l, m, n
 
 // The memory that one thread works in: O(cols).
 template <typename T>
@@ -257,40 +360,56 @@ struct Work {
 
   void reserve(int64_t cols) {
     stride = padded(cols);
-    memory.resize(((kColumn + 2) * stride + (kStrip + 6) * W) * sizeof(T) + 64);
+    memory.resize(((kColumns + int(kKinds) + 2) * stride + (kStrip + 6) * W) * sizeof(T) + 64);
     base = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
   }
 
-  INLINE T* column(int64_t j) { return base + j * kColumn; }  // j: a multiple of W
-  INLINE T& entry(int which, int64_t j) { return base[j / W * W * kColumn + which * W + j % W]; }
-  T* grad() { return base + kColumn * stride; }
-  T* weight() { return base + (kColumn + 1) * stride; }
-  T* strip() { return base + (kColumn + 2) * stride; }
+  // of a vector's first column j, a multiple of W, where `lines` vectors stand side by side
+  INLINE T* column(int64_t j, int lines) { return base + j * lines; }
+  T* totals(int64_t j) { return base + kColumns * stride + j * kKinds; }
+  T total(int64_t j, int kind) { return totals(j / W * W)[kind * W + j % W]; }
+  T* grad() { return base + (kColumns + int(kKinds)) * stride; }
+  T* weight() { return grad() + stride; }
+  T* strip() { return weight() + stride; }
   T* edge() { return strip() + kStrip * W; }
 
-  void fill(const Matrix<T>& x) {
-    for (int64_t j = 0; j < padded(x.cols); ++j) {
-      T s[kKinds] = {0, 0, 0, 0};
-      if (j < x.cols && x.has_col)
-        std::memcpy(s, x.col.value + j * kKinds, sizeof s);
-      else if (j < x.cols)
-        std::fill(s, s + kKinds, T(1));
-      entry(kE, j) = s[E], entry(kL, j) = s[L], entry(kM, j) = s[M], entry(kN, j) = s[N];
-      entry(kEM, j) = s[E] * s[M], entry(kEN, j) = s[E] * s[N];
+  // The patterns of all columns; padding is zero.
+  void fill(const Matrix<T>& x, int lines, bool push) {
+    for (int64_t j = 0; j < padded(x.cols); j += W) {
+      T* to = column(j, lines);
+      for (int64_t i = 0; i < W; ++i) {
+        T s[kKinds] = {0, 0, 0, 0};
+        if (j + i < x.cols && x.has_col)
+          std::memcpy(s, x.col.value + (j + i) * kKinds, sizeof s);
+        else if (j + i < x.cols)
+          std::fill(s, s + kKinds, T(1));
+        const auto put = [&](int line, T value) { to[line * W + i] = value; };
+        put(kE, s[E]), put(kL, s[L]), put(kM, s[M]);
+        if (push && lines > kM + 1) put(kM + 1, s[N]);
+        if (push) continue;
+        put(kEM, s[E] * s[M]);
+        if (lines > kN) put(kN, s[N]), put(kEN, s[E] * s[N]);
+      }
     }
   }
 
-  void clear(int which, int64_t cols) {
-    for (int64_t j = 0; j < padded(cols); j += W)
-      for (int k = 0; k < kKinds; ++k) store(column(j) + (which + k) * W, Vec<T>{});
+  void clear_totals(int64_t cols) { std::memset(totals(0), 0, padded(cols) * kKinds * sizeof(T)); }
+
+  void clear_sums(int64_t cols, int lines) {
+    each_sum(cols, lines, [](T* sum, T*) { store(sum, Vec<T>{}); });
   }
 
-  void add_sums_to_totals(int64_t cols) {
+  void add_sums_to_totals(int64_t cols, int lines) {
+    each_sum(cols, lines, [](T* sum, T* total) { store(total, load(total) + load(sum)); });
+  }
+
+ private:
+  template <typename F>
+  void each_sum(int64_t cols, int lines, const F& f) {
+    constexpr int sums[kKinds] = {kSumE, kSumL, kSumM, kSumN};
     for (int64_t j = 0; j < padded(cols); j += W)
-      for (int k = 0; k < kKinds; ++k) {
-        T* total = column(j) + (kTotals + k) * W;
-        store(total, load(total) + load(column(j) + (kSums + k) * W));
-      }
+      for (int k = 0; k < kKinds; ++k)
+        if (sums[k] < lines) f(column(j, lines) + sums[k] * W, totals(j) + k * W);
   }
 };
 
@@ -361,84 +480,92 @@ const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) 
   return g;
 }
 
-// What of the scales is learned: nothing, with scales that have no column factor; nothing; exactly e, l, m; any set of kinds, and n.
-enum Train { kConstant, kFrozen, kUsual, kAny };
-constexpr bool learns(Train train) { return train == kUsual || train == kAny; }
-
-// row[i] * col[j] for a vector of j
-template <typename T, Train train>
-INLINE Vec<T> product(T row, const T* c, Column which) {
-  return train == kConstant ? Vec<T>{} + row : load(c + which * kWidth<T>) * row;
+// row[i] * col[j] for some vectors of j, whose patterns stand in c, `lines` vectors side by side
+template <int P, Train train, typename T>
+INLINE Vecs<T, P> product(T row, const T* c, int lines, int which) {
+  if (train == kConstant) return EACH_OF(Vec<T>{} + row);
+  return load<P>(c + which * kWidth<T>, lines * kWidth<T>) * row;
 }
 
-template <typename T>
-INLINE Vec<T> shift(const RowScales<T>& r, const T* c) {
-  return exp_base2<T>(load(c + kN * kWidth<T>) * (r.n * T(-kLog2E)));
+template <int P, typename T>
+INLINE Vecs<T, P> shift(const RowScales<T>& r, const T* c, int lines, int which) {
+  return exp_base2<T, P>(load<P>(c + which * kWidth<T>, lines * kWidth<T>) * (r.n * T(-kLog2E)));
 }
 
-// weight = s*(e/beta)*N*X + (l/beta)*(a or raw)
-template <typename T, bool congruent, Train train, bool has_n>
-INLINE Vec<T> map(Vec<T> raw, const RowScales<T>& r, const T* c) {
-  const Mask<T> sign = sign_bit<T>(raw);
-  const Vec<T> a = flip<T>(raw, sign);
-  const Vec<T> X = flip<T>(expm1_base2<T>(a * product<T, train>(r.bm, c, kM)), sign);
-  Vec<T> be = product<T, train>(r.be, c, kE);
-  if (has_n) be *= shift(r, c);
-  return X * be + product<T, train>(r.bl, c, kL) * (congruent ? raw : a);
+// weight = s*(e/beta)*N*X + (l/beta)*(a or raw). c: the columns' patterns as `push` or `pull` has them.
+template <typename T, bool congruent, Train train, bool has_n, int P>
+INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>& r, const T* c) {
+  constexpr int lines = learns(train) ? pushed(has_n) : pulled(train);
+  const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
+  const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
+  const auto unsigned_X = expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
+  const auto X = EACH_OF(flip<T>(unsigned_X.v[i], sign.v[i]));
+  auto be = product<P, train>(r.be, c, lines, kE);
+  if (has_n) be = be * shift<P>(r, c, lines, kM + 1);
+  return X * be + product<P, train>(r.bl, c, lines, kL) * (congruent ? raw : a);
 }
 
-template <typename T>
-struct Sums {
-  Vec<T> e{}, l{}, m{}, n{};
-};
-
-// One vector of one row: d loss / d raw, and its share in the factors' gradients. c: its columns' patterns.
-template <typename T, bool congruent, Train train, bool has_n>
-INLINE Vec<T> pull(const Vec<T> g, const Vec<T> raw, const RowScales<T>& r, const T* c, int64_t learned, Sums<T>& row,
-                   Sums<T>& col) {
-  constexpr int W = kWidth<T>;
-  const Mask<T> sign = sign_bit<T>(raw);
-  const Vec<T> a = flip<T>(raw, sign);
-  const Vec<T> X = expm1_base2<T>(a * product<T, train>(r.bm, c, kM));
-  const Vec<T> signed_g = flip<T>(g, sign), path = congruent ? g : signed_g;
-  Vec<T> t = g * X + g;  // g*(1 + X)*N
-  Vec<T> U = signed_g * X;
+// Some vectors of one row: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums.
+template <typename T, bool congruent, Train train, bool has_n, int P>
+INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScales<T>& r, T* c, int64_t learned,
+                       bool has_col, Vec<T>* row) {
+  constexpr int W = kWidth<T>, lines = pulled(train);
+  const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
+  const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
+  const auto X = expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
+  const auto signed_g = EACH_OF(flip<T>(g.v[i], sign.v[i]));
+  const auto path = congruent ? g : signed_g;
+  auto t = g * X + g;  // g*(1 + X)*N
+  auto U = signed_g * X;
   if (has_n) {
-    const Vec<T> shrink = shift(r, c);
-    t *= shrink, U *= shrink;
+    const auto shrink = shift<P>(r, c, lines, kN);
+    t = t * shrink, U = U * shrink;
   }
   if (learns(train)) {
+    const auto V = path * raw, W_ = t * raw;
     // A number that is not finite would spread over its whole row and column. W is not finite where U or V is not.
-    Vec<T> V = path * raw, W_ = t * raw;
-    const auto finite = W_ - W_ == Vec<T>{};
-    U = finite ? U : Vec<T>{}, V = finite ? V : Vec<T>{}, W_ = finite ? W_ : Vec<T>{};
-    if (train == kUsual || (learned >> E & 1)) row.e += U * load(c + kE * W), col.e += U * r.e;
-    if (train == kUsual || (learned >> L & 1)) row.l += V * load(c + kL * W), col.l += V * r.l;
-    if (train == kUsual || (learned >> M & 1)) row.m += W_ * load(c + kEM * W), col.m += W_ * r.em;
-    if (train == kAny && (learned >> N & 1)) row.n += U * load(c + kEN * W), col.n += U * r.en;
+    const auto lanes = EACH_OF(finite(W_.v[i]));
+    const auto add = [&](Kind kind, const Vecs<T, P>& share, Column pattern, T row_pattern, Column sum)
+                         __attribute__((always_inline)) {
+      if (train == kAny && !(learned >> kind & 1)) return;
+#pragma GCC unroll 8
+      for (int i = 0; i < P; ++i) {
+        T* at = c + i * lines * W;
+        row[kind] = add_where(lanes.v[i], share.v[i], load(at + pattern * W), row[kind]);
+        if (has_col)
+          store(at + sum * W, add_where(lanes.v[i], share.v[i], row_pattern - Vec<T>{}, load(at + sum * W)));
+      }
+    };
+    add(E, U, kE, r.e, kSumE);
+    add(L, V, kL, r.l, kSumL);
+    add(M, W_, kEM, r.em, kSumM);
+    if (train == kAny) add(N, U, kEN, r.en, kSumN);
   }
+  const auto slope = t * product<P, train>(r.em, c, lines, kEM);
+  const auto bl = product<P, train>(r.bl, c, lines, kL);
+  if (congruent) return path * bl + slope;
   // s is 0 at 0: the slope there is the mean of the two one-sided ones
-  const Vec<T> straight = congruent ? path : (raw != Vec<T>{} ? path : Vec<T>{});
-  return t * product<T, train>(r.em, c, kEM) + straight * product<T, train>(r.bl, c, kL);
+  return EACH_OF(add_where(not_zero(raw.v[i]), path.v[i], bl.v[i], slope.v[i]));
 }
 
-// Adam on one vector of raw.
-template <typename T>
-INLINE void update(const Vec<T> grad, const Slot<T>& s, const Adam<T>& adam) {
-  const Vec<T> old = load(s.avg);
+// Adam on some vectors of raw.
+template <int P, typename T>
+INLINE void update(const Vecs<T, P>& grad, const Slot<T>& s, const Adam<T>& adam) {
+  const auto old = load<P>(s.avg);
   // as torch's lerp; the other form keeps grad whole where beta1 is small
-  const Vec<T> avg = adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
-                                         : old * adam.beta1 + grad * adam.one_minus_beta1;
-  Vec<T> sq = load(s.sq) * adam.beta2 + grad * (grad * adam.one_minus_beta2);
-  store(s.avg, avg);
-  store(s.sq, sq);
+  const auto avg = adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
+                                       : old * adam.beta1 + grad * adam.one_minus_beta1;
+  auto sq = load<P>(s.sq) * adam.beta2 + grad * (grad * adam.one_minus_beta2);
+  store<T, P>(s.avg, avg);
+  store<T, P>(s.sq, sq);
   if (s.max) {
-    const Vec<T> max = load(s.max);
-    sq = sq <= max ? max : sq;
-    store(s.max, sq);
+    const auto max = load<P>(s.max);
+    sq = EACH_OF(sq.v[i] <= max.v[i] ? max.v[i] : sq.v[i]);
+    store<T, P>(s.max, sq);
   }
-  if (adam.writes)
-    store(s.value, load(s.value) * adam.decay - avg / (square_root(sq) * adam.denominator + adam.eps));
+  if (!adam.writes) return;
+  const auto root = EACH_OF(square_root(sq.v[i]));
+  store<T, P>(s.value, load<P>(s.value) * adam.decay - avg / (root * adam.denominator + adam.eps));
 }
 
 // Adam on the four kinds of one entry of a factor.
@@ -468,6 +595,14 @@ inline void factor_step(const Matrix<T>& x, const Slot<T>& s, const T* gradient)
   std::memcpy(s.value, &value, sizeof g);
 }
 
+// Beside the columns' patterns the processor's own prefetching does not keep up with the state. Into the second cache: the first is
+// theirs.
+template <int P, typename T>
+INLINE void prefetch(const T* from) {
+#pragma GCC unroll 8
+  for (int i = 0; i < P; ++i) __builtin_prefetch(reinterpret_cast<const char*>(from + i * kWidth<T>) + 4096, 0, 2);
+}
+
 // A row's last columns, where they do not fill a vector: worked on in padded copies.
 template <typename T>
 struct Edge {
@@ -483,71 +618,57 @@ struct Edge {
   void give(int slot, T* to) const { std::copy(memory + slot * kWidth<T>, memory + slot * kWidth<T> + count, to); }
 };
 
-// A row in strips, each taken through three short loops: in one long loop an iteration's chain of dependent operations fills the
-// processor's window, which then overlaps too few of them.
+// A row in strips, each taken through pull, update and (where nothing is learned) map in turn: their loops apart, since the
+// divisions of one would hold up the others.
 template <typename T, bool congruent, Train train, bool has_n>
 INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) {
-  constexpr int W = kWidth<T>;
-  constexpr int64_t kAhead = 8192 / sizeof(T);  // the processor's own prefetching stops at the end of a page
+  constexpr int W = kWidth<T>, lines = pulled(train);
   const bool direct = x.weight_type == kOwn<T>;
+  const bool maps = !learns(train) && x.adam.writes;
   const Adam<T> adam = x.adam;
   const RowScales<T> scales = row_scales(x, i);
   const T* g = gradient(x, h, i, work);
   const Slot<T> s = x.raw.at(i * x.cols);
   T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
   T* grads = work.strip();
-  Sums<T> row;
-  const auto add = [&](T* c, const Sums<T>& sums) {
-    if (!learns(train) || !x.has_col) return;
-    T* now = c + kSums * W;
-    store(now + E * W, load(now + E * W) + sums.e);
-    store(now + L * W, load(now + L * W) + sums.l);
-    store(now + M * W, load(now + M * W) + sums.m);
-    if (train == kAny) store(now + N * W, load(now + N * W) + sums.n);
+  Vec<T> row[kKinds]{};
+  // `count` vectors, a multiple of P, whose gradient, state, weight and columns begin at these
+  const auto step = [&]<int P>(const T* g, const Slot<T>& s, T* weight, T* c, int count) __attribute__((always_inline)) {
+    for (int k = 0; k < count; k += P) {
+      if (learns(train)) prefetch<P>(g + k * W), prefetch<P>(s.value + k * W);
+      store<T, P>(grads + k * W, pull<T, congruent, train, has_n, P>(load<P>(g + k * W), load<P>(s.value + k * W), scales,
+                                                                     c + k * lines * W, h.learned, x.has_col, row));
+    }
+    for (int k = 0; k < count; k += P) {
+      if (learns(train)) prefetch<P>(s.avg + k * W), prefetch<P>(s.sq + k * W);
+      update<P>(load<P>(grads + k * W), s.at(k * W), adam);
+    }
+    if (maps)
+      for (int k = 0; k < count; k += P)
+        store<T, P>(weight + k * W,
+                    map<T, congruent, train, has_n, P>(load<P>(s.value + k * W), scales, c + k * lines * W));
   };
-  const int64_t whole = x.cols / W * W;
-  for (int64_t start = 0; start < whole; start += kStrip * W) {
-    const int64_t end = std::min(whole, start + kStrip * W);
-    for (int64_t j = start; j < end; j += W) {
-      __builtin_prefetch(g + j + kAhead, 0, 2);
-      __builtin_prefetch(s.value + j + kAhead, 0, 2);
-      Sums<T> col;
-      T* c = work.column(j);
-      store(grads + j - start,
-            pull<T, congruent, train, has_n>(load(g + j), load(s.value + j), scales, c, h.learned, row, col));
-      add(c, col);
-    }
-    for (int64_t j = start; j < end; j += W) {
-      __builtin_prefetch(s.avg + j + kAhead, 0, 2);
-      __builtin_prefetch(s.sq + j + kAhead, 0, 2);
-      update(load(grads + j - start), s.at(j), adam);
-    }
-    if (!learns(train) && adam.writes)
-      for (int64_t j = start; j < end; j += W)
-        store(weight + j, map<T, congruent, train, has_n>(load(s.value + j), scales, work.column(j)));
-  }
-  if (whole < x.cols) {
-    T* c = work.column(whole);
-    const Edge<T> edge{work.edge(), x.cols - whole};
-    Sums<T> col;
-    const Slot<T> rest = s.at(whole);
+  int64_t j = 0;
+  for (; j + kStrip * W <= x.cols; j += kStrip * W)
+    step.template operator()<kPack>(g + j, s.at(j), weight + j, work.column(j, lines), kStrip);
+  const int vectors = int((x.cols - j) / W);
+  step.template operator()<1>(g + j, s.at(j), weight + j, work.column(j, lines), vectors);
+  j += vectors * W;
+  if (j < x.cols) {
+    const Edge<T> edge{work.edge(), x.cols - j};
+    const Slot<T> rest = s.at(j);
     const Slot<T> copy{edge.take(0, rest.value), edge.take(1, rest.avg), edge.take(2, rest.sq),
                        rest.max ? edge.take(3, rest.max) : nullptr};
-    const Vec<T> last = load(edge.take(4, g + whole));
-    update(pull<T, congruent, train, has_n>(last, load(copy.value), scales, c, h.learned, row, col), copy, adam);
-    add(c, col);
+    step.template operator()<1>(edge.take(4, g + j), copy, edge.memory + 5 * W, work.column(j, lines), 1);
     edge.give(1, rest.avg), edge.give(2, rest.sq);
     if (rest.max) edge.give(3, rest.max);
     if (adam.writes) edge.give(0, rest.value);
-    if (adam.writes && !learns(train)) {
-      store(edge.memory + 5 * W, map<T, congruent, train, has_n>(load(copy.value), scales, c));
-      edge.give(5, weight + whole);
-    }
+    if (maps) edge.give(5, weight + j);
   }
-  if (!learns(train) && !direct && adam.writes) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
+  if (maps && !direct) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
   if (!learns(train) || !x.has_row) return;
-  const T found[kKinds] = {horizontal_sum<T>(row.e) / x.beta, horizontal_sum<T>(row.l) / x.beta,
-                           horizontal_sum<T>(row.m) * scales.e, -horizontal_sum<T>(row.n) * scales.be};
+  const T found[kKinds] = {horizontal_sum<T>(row[E]) / x.beta, horizontal_sum<T>(row[L]) / x.beta,
+                           horizontal_sum<T>(row[M]) * scales.e, -horizontal_sum<T>(row[N]) * scales.be};
   if (x.one_row)
     for (int k = 0; k < kKinds; ++k) work.scalars[k] += found[k];
   else if (h.learned)
@@ -556,16 +677,24 @@ INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& wor
 
 template <typename T, bool congruent, Train train, bool has_n>
 INLINE void push_row(const Matrix<T>& x, int64_t i, Work<T>& work) {
-  constexpr int W = kWidth<T>;
+  constexpr int W = kWidth<T>, lines = pushed(has_n);
   const bool direct = x.weight_type == kOwn<T>;
   const RowScales<T> scales = row_scales(x, i);
   const T* raw = x.raw.value + i * x.cols;
   T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
+  const auto step = [&]<int P>(const T* raw, T* weight, int64_t j) __attribute__((always_inline)) {
+    store<T, P>(weight, map<T, congruent, train, has_n, P>(load<P>(raw), scales, work.column(j, lines)));
+  };
   int64_t j = 0;
-  for (; j + W <= x.cols; j += W) store(weight + j, map<T, congruent, train, has_n>(load(raw + j), scales, work.column(j)));
+  for (; j + kPack * W <= x.cols; j += kPack * W) {
+    prefetch<kPack>(raw + j);
+    prefetch<kPack>(weight + j);
+    step.template operator()<kPack>(raw + j, weight + j, j);
+  }
+  for (; j + W <= x.cols; j += W) step.template operator()<1>(raw + j, weight + j, j);
   if (j < x.cols) {
     const Edge<T> edge{work.edge(), x.cols - j};
-    store(edge.memory + W, map<T, congruent, train, has_n>(load(edge.take(0, raw + j)), scales, work.column(j)));
+    step.template operator()<1>(edge.take(0, raw + j), edge.memory + W, j);
     edge.give(1, weight + j);
   }
   if (!direct) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
@@ -577,21 +706,22 @@ constexpr int64_t kChunk = 128;  // rows whose column sums are added up before t
 
 template <typename T, bool congruent, Train train, bool has_n>
 void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Work<T>& work) {
+  constexpr int lines = pulled(train);
   const bool sums = learns(train) && x.has_col;
-  work.fill(x);
+  if (train != kConstant) work.fill(x, lines, false);
   std::fill(work.scalars, work.scalars + kKinds, T(0));
-  if (sums) work.clear(kTotals, x.cols);
+  if (sums) work.clear_totals(x.cols);
   for (int64_t first = from; first < to; first += kChunk) {
     const int64_t last = std::min(to, first + kChunk);
-    if (sums) work.clear(kSums, x.cols);
+    if (sums) work.clear_sums(x.cols, lines);
     for (int64_t i = first; i < last; ++i) pull_row<T, congruent, train, has_n>(x, h, i, work);
-    if (sums) work.add_sums_to_totals(x.cols);
+    if (sums) work.add_sums_to_totals(x.cols, lines);
   }
 }
 
 template <typename T, bool congruent, Train train, bool has_n>
 void push_rows(const Matrix<T>& x, int64_t from, int64_t to, Work<T>& work) {
-  work.fill(x);
+  work.fill(x, pushed(has_n), true);
   for (int64_t i = from; i < to; ++i) push_row<T, congruent, train, has_n>(x, i, work);
 }
 
@@ -602,8 +732,8 @@ void finish_factors(const Matrix<T>& x, Work<T>* works, int64_t count) {
     for (int64_t j = 0; j < x.cols; ++j) {
       T found[kKinds] = {0, 0, 0, 0};
       for (int64_t w = 0; w < count; ++w)
-        for (int k = 0; k < kKinds; ++k) found[k] += works[w].entry(kTotals + k, j);
-      const T e = works[0].entry(kE, j);
+        for (int k = 0; k < kKinds; ++k) found[k] += works[w].total(j, k);
+      const T e = x.col.value[j * kKinds + E];
       found[E] /= x.beta, found[L] /= x.beta;
       found[M] *= e, found[N] *= -e / x.beta;
       factor_step(x, x.col.at(j * kKinds), found);
