@@ -21,7 +21,7 @@ logger = logging.getLogger("seloptim")
 
 NATIVE = {"cpu": "cpu", "cuda": "triton"}  # device type -> module of kernels
 NATIVE_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-BLOCK_ELEMENTS = 1 << 19  # 2 MiB of float32 a temporary
+BLOCK_ELEMENTS = 1 << 18  # 1 MiB of float32 a temporary
 BY_ROW = ("raw", "scale_row", "residual_b")  # of the state, what has rows
 STACK_BYTES = 64 << 20  # on an accelerator; on a CPU a stack is one block, since a larger one only adds copies
 
@@ -37,6 +37,119 @@ class Item(NamedTuple):
     slope: float  # what lr is divided by for raw
     rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen; on the host where step is a number
     sums: _shards.Sums | None = None  # of a DTensor, of which all the above is this rank's part
+
+
+class Block(NamedTuple):
+    """Some rows of a matrix, or some matrices of a batch."""
+
+    state: Views  # raw and the residual's part; of the factors Blocks.scales has it
+    weight: Tensor
+    grad: Tensor
+
+
+class Blocks:
+    """A batch of matrices (batch, rows, cols) in blocks that fit the cache; on an accelerator all of it is one block."""
+
+    def __init__(self, weight: Tensor, grad: Tensor, state: Views) -> None:
+        self.weight, self.grad, self.state = weight, grad, state
+        self.raw = state.raw.value
+        batch, rows, cols = self.raw.shape
+        self._batch, self._rows, self._by_row = max(1, batch), max(1, rows), 1
+        if self.raw.device.type == "cpu" and self.raw.numel() > BLOCK_ELEMENTS:
+            self._batch = max(1, BLOCK_ELEMENTS // (rows * cols))
+            if rows * cols > BLOCK_ELEMENTS:
+                self._rows = max(1, BLOCK_ELEMENTS // cols)
+                self._by_row = -(-rows // self._rows)
+        if self._batch >= batch and self._by_row == 1:
+            self.blocks = [Block(state, weight, grad)]
+            return
+        slots = [self._slots(name) for name in ("raw", "residual_b", "residual_a")]
+        self.blocks = [
+            Block(Views(raw, None, None, b, a), w, g)  # type: ignore[arg-type]
+            for (raw, b, a), w, g in zip(zip(*slots, strict=False), self.pieces(weight), self.pieces(grad), strict=True)
+        ]
+
+    def pieces(self, tensor: Tensor, by_row: bool = True) -> list[Tensor]:
+        """A tensor (batch, rows, ...) as one view a block; one without rows, or with one for all, serves every row."""
+        by_batch = tensor.split(self._batch) if self._batch < tensor.shape[0] else (tensor,)
+        if not by_row or tensor.shape[1] == 1:
+            return [piece for piece in by_batch for _ in range(self._by_row)]
+        return [row for piece in by_batch for row in piece.split(self._rows, 1)]
+
+    def scales(self, curve: Curve) -> tuple[Scales, Iterable[Scales]]:
+        """The scales as they are now, unpacked, and each block's part of them."""
+        scales = _rule.unpack(*_rule.factors(self.state), curve)
+        if len(self.blocks) == 1:
+            return scales, [scales]
+
+        def vectors(of: tuple[Tensor, ...], by_row: bool) -> Iterable[tuple[Tensor, ...]]:
+            return zip(*(self.pieces(v, by_row) for v in of), strict=True) if of else itertools.repeat(())
+
+        # A stack, whose matrices have a curvature each and units in tensors, is never cut.
+        return scales, (
+            Scales(row, col, scales.row_units, scales.col_units)
+            for row, col, _ in zip(vectors(scales.row, True), vectors(scales.col, False), self.blocks, strict=False)
+        )
+
+    def totals(self, curve: Curve, scales: Scales, pulled: list[Pulled]) -> dict[str, Tensor]:
+        """The gradients of what trains beside raw, each from what the blocks found."""
+        totals: dict[str, Tensor] = {}
+        for name in _rule.VALUES[1:]:
+            slot: Slot | None = getattr(self.state, name)
+            scale = name.startswith("scale")
+            if slot is not None and (curve.learned or not scale):
+                total = self._gather(slot.value, [getattr(found, name) for found in pulled], name in BY_ROW)
+                totals[name] = _rule.in_units(name, total, scales, curve) if scale else total
+        return totals
+
+    def _slots(self, name: str) -> Iterable[Slot | None]:
+        slot: Slot | None = getattr(self.state, name)
+        if slot is None:
+            return itertools.repeat(None)
+        parts = (itertools.repeat(None) if t is None else self.pieces(t, name in BY_ROW) for t in slot)
+        return itertools.starmap(Slot, zip(*parts, strict=False))
+
+    def _gather(self, like: Tensor, parts: list[Tensor], by_row: bool) -> Tensor:
+        """In the order of the blocks, so that runs repeat bit for bit."""
+        if len(parts) == 1:
+            return parts[0]
+        total = like.new_zeros((*like.shape[:2], parts[0].shape[2]))
+        for target, part in zip(self.pieces(total, by_row), parts, strict=True):
+            target.add_(part)
+        return total
+
+
+class Scratch:
+    """Memory for the temporaries of a block, which the next block takes again.
+
+    On a CPU memory that is fresh from the system takes longer to arrive than most operations on it; an accelerator's allocator
+    keeps what it had.
+    """
+
+    def __init__(self) -> None:
+        self._memory: list[Tensor] = []
+        self._views: list[Tensor] = []  # of that memory, like the block
+        self._taken = 0
+
+    def fit(self, block: Tensor) -> None:
+        """From here on `new` is asked for memory like this; of what was taken nothing is needed any more."""
+        self._taken = 0
+        if self._views and (self._views[0].shape != block.shape or self._views[0].dtype != block.dtype):
+            self._views = []
+
+    def new(self, like: Tensor) -> Tensor:
+        """As torch.empty_like, contiguous, of the block's shape and dtype."""
+        if like.device.type != "cpu":
+            return torch.empty_like(like)
+        i, size = self._taken, like.numel()
+        self._taken += 1
+        if i == len(self._views):
+            if i == len(self._memory):
+                self._memory.append(like.new_empty(size))
+            elif self._memory[i].numel() < size or self._memory[i].dtype != like.dtype:
+                self._memory[i] = like.new_empty(size)
+            self._views.append(self._memory[i][:size].view(like.shape))
+        return self._views[i]
 
 
 def run(
@@ -56,6 +169,7 @@ def run(
     sharded = [item for item in items if item.sums is not None]
     suited: dict[tuple[torch.device, torch.dtype], list[Item]] = defaultdict(list)
     rest: list[Item] = []
+    scratch = Scratch()
     for item in items:
         device = item.param.device
         if item.sums is not None:
@@ -67,10 +181,10 @@ def run(
     for members in suited.values():
         _run_native(members, hyper, grad_scale, found_inf)
     if batched:
-        _run_batched(rest, hyper)
+        _run_batched(rest, hyper, scratch)
     else:
-        _run_single(rest, hyper)
-    _run_sharded(sharded, hyper)
+        _run_single(rest, hyper, scratch)
+    _run_sharded(sharded, hyper, scratch)
 
 
 def native_refusal(param: Tensor, has_residual: bool) -> str | None:
@@ -175,39 +289,40 @@ def _call_cpu(items: Sequence[Item], weights: list[Tensor], hyper: Hyper, grad_s
     )
 
 
-def _run_single(items: Sequence[Item], hyper: Hyper) -> None:
+def _run_single(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
     for item in items:
-        shape = item.state.raw.value.shape
-        param = item.param.detach()
-        weight = param.reshape(shape)  # a view where the layout allows one
-        lr = hyper.lr / item.slope
-        rates = item.rates.to(param.device)
-        _step(weight, item.grad.detach().reshape(shape), item.state, item.curve, hyper, item.step, lr, rates)
-        _write_back(param, weight)
+        blocks = _blocks(item)
+        lr, rates = hyper.lr / item.slope, item.rates.to(item.param.device)
+        _step(blocks, item.curve, hyper, item.step, lr, rates, scratch)
+        _write_back(item.param.detach(), blocks.weight)
 
 
-def _run_sharded(items: Sequence[Item], hyper: Hyper) -> None:
+def _blocks(item: Item) -> Blocks:
+    shape = item.state.raw.value.shape
+    # views where the layout allows them
+    return Blocks(item.param.detach().reshape(shape), item.grad.detach().reshape(shape), item.state)
+
+
+def _run_sharded(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
     """In two halves: what all items need of the other ranks goes in one collective between them.
 
     One by one: stacks of equal parts would be other stacks on other ranks.
     """
-    halves: list[tuple[Item, Tensor, dict[str, Tensor]]] = []
+    halves: list[tuple[Item, Blocks, dict[str, Tensor]]] = []
     parts: list[tuple[Tensor, Any, tuple[int, ...]]] = []
     for item in items:
-        weight = item.param.detach().reshape(item.state.raw.value.shape)
-        grad = item.grad.detach().reshape(weight.shape)
-        pulled = _begin(weight, grad, item.state, item.curve, hyper, item.step, hyper.lr / item.slope)
-        totals = _totals(item.state, item.curve, pulled)
-        halves.append((item, weight, totals))
+        blocks = _blocks(item)
+        totals = _begin(blocks, item.curve, hyper, item.step, hyper.lr / item.slope, scratch)
+        halves.append((item, blocks, totals))
         assert item.sums is not None
         parts += [(total, item.sums.mesh, getattr(item.sums, name)) for name, total in totals.items()]
     _shards.add_up(parts)
-    for item, weight, totals in halves:
-        _finish(weight, item.state, item.curve, hyper, item.step, item.rates.to(weight.device), totals)
-        _write_back(item.param.detach(), weight)
+    for item, blocks, totals in halves:
+        _finish(blocks, item.curve, hyper, item.step, item.rates.to(item.param.device), totals, scratch)
+        _write_back(item.param.detach(), blocks.weight)
 
 
-def _run_batched(items: Sequence[Item], hyper: Hyper) -> None:
+def _run_batched(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
     alike: dict[tuple, list[Item]] = defaultdict(list)
     for item in items:
         shapes = tuple(None if slot is None else slot.value.shape for slot in item.state)
@@ -220,13 +335,13 @@ def _run_batched(items: Sequence[Item], hyper: Hyper) -> None:
         limit = STACK_BYTES if raw.device.type != "cpu" else BLOCK_ELEMENTS * raw.element_size()
         size = max(1, limit // max(1, raw.numel() * raw.element_size()))
         if size == 1:
-            _run_single(members, hyper)
+            _run_single(members, hyper, scratch)
             continue
         for start in range(0, len(members), size):
-            _run_stack(members[start : start + size], hyper)
+            _run_stack(members[start : start + size], hyper, scratch)
 
 
-def _run_stack(items: Sequence[Item], hyper: Hyper) -> None:
+def _run_stack(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
     first = items[0]
     batch, rows, cols = first.state.raw.value.shape
     raw = first.state.raw.value
@@ -247,7 +362,8 @@ def _run_stack(items: Sequence[Item], hyper: Hyper) -> None:
     if isinstance(step, Tensor):
         step = torch.stack([torch.as_tensor(item.step) for item in items]).repeat_interleave(batch).view(-1, 1, 1)
         rates = torch.stack([item.rates for item in items]).repeat_interleave(batch, 0).unsqueeze(1)
-    _step(weight, grad, state, curve, hyper, step, 0.0 if _rule.is_zero(hyper.lr) else lr, rates)
+    lr = 0.0 if _rule.is_zero(hyper.lr) else lr
+    _step(Blocks(weight, grad, state), curve, hyper, step, lr, rates, scratch)
     if not _rule.is_zero(hyper.lr):
         params = [item.param.detach() for item in items]
         parts = weight.split(batch)
@@ -267,96 +383,88 @@ def _stack_slot(slots: Sequence[Slot | None]) -> Slot | None:
 
 
 def _step(
-    weight: Tensor,
-    grad: Tensor,
-    state: Views,
+    blocks: Blocks,
     curve: Curve,
     hyper: Hyper,
     step: float | Tensor,
     lr: float | Tensor,
     rates: Tensor,
+    scratch: Scratch,
 ) -> None:
-    """The four stages over one batch of matrices (batch, rows, cols), block by block."""
-    pulled = _begin(weight, grad, state, curve, hyper, step, lr)
-    _finish(weight, state, curve, hyper, step, rates, _totals(state, curve, pulled))
+    """The four stages over one batch of matrices."""
+    totals = _begin(blocks, curve, hyper, step, lr, scratch)
+    _finish(blocks, curve, hyper, step, rates, totals, scratch)
 
 
 def _begin(
-    weight: Tensor, grad: Tensor, state: Views, curve: Curve, hyper: Hyper, step: float | Tensor, lr: float | Tensor
-) -> list[Pulled]:
-    """The stages up to the move of raw."""
+    blocks: Blocks, curve: Curve, hyper: Hyper, step: float | Tensor, lr: float | Tensor, scratch: Scratch
+) -> dict[str, Tensor]:
+    """The stages up to the move of raw; the gradients of what trains beside it."""
     decay = hyper.weight_decay if hyper.decoupled else 0.0
-    cut = _cut(state.raw.value)
+    scales, parts = blocks.scales(curve)
+    new = scratch.new if _rule.writable(blocks.state, blocks.grad) else None
     pulled: list[Pulled] = []
-    for (part, scales), w, g in zip(_parts(state, curve, cut), _pieces(weight, cut), _pieces(grad, cut), strict=True):
-        found = _rule.pull(_gradient(g, w, part.raw.value.dtype, hyper), part, curve, scales)
-        _rule.update(part.raw, found.raw, hyper, step, lr, decay)
-        pulled.append(found._replace(raw=weight))  # raw's gradient is spent: let its memory go
-    return pulled
-
-
-def _totals(state: Views, curve: Curve, pulled: list[Pulled]) -> dict[str, Tensor]:
-    """The gradients of what trains beside raw, each from those of the blocks."""
-    cut = _cut(state.raw.value)
-    totals: dict[str, Tensor] = {}
-    for name in _rule.VALUES[1:]:
-        slot: Slot | None = getattr(state, name)
-        if slot is not None and (curve.learned or not name.startswith("scale")):
-            totals[name] = _gather(slot.value, [getattr(found, name) for found in pulled], cut, name in BY_ROW)
-    return totals
+    for block, of in zip(blocks.blocks, parts, strict=True):
+        scratch.fit(block.state.raw.value)
+        found = _rule.pull_part(_gradient(block, hyper), block.state, curve, of, new)
+        _rule.update(block.state.raw, found.raw, hyper, step, lr, decay, new)
+        pulled.append(found)
+    return blocks.totals(curve, scales, pulled)
 
 
 def _finish(
-    weight: Tensor,
-    state: Views,
+    blocks: Blocks,
     curve: Curve,
     hyper: Hyper,
     step: float | Tensor,
     rates: Tensor,
     totals: dict[str, Tensor],
+    scratch: Scratch,
 ) -> None:
     """What follows when raw has moved: the factors by their whole gradients, and the weight."""
-    cut = _cut(state.raw.value)
     for name, total in totals.items():
-        slot: Slot = getattr(state, name)
+        slot: Slot = getattr(blocks.state, name)
         scale = name.startswith("scale")
         own_lr = hyper.lr * rates if scale and not _rule.is_zero(hyper.lr) else hyper.lr
         _rule.update(slot, total, hyper, step, own_lr)
     if _rule.is_zero(hyper.lr):
         return
-    for (part, scales), w in zip(_parts(state, curve, cut), _pieces(weight, cut), strict=True):
-        moved = _rule.push(part, curve, scales)
-        if isinstance(hyper.lr, Tensor) and not _rule.on_host(hyper.lr):
-            moved = torch.where(hyper.lr == 0, w, moved.to(w.dtype))
-        w.copy_(moved)
+    _, parts = blocks.scales(curve)
+    new = scratch.new if _rule.writable(blocks.state) else None
+    on_device = isinstance(hyper.lr, Tensor) and not _rule.on_host(hyper.lr)
+    in_place = not on_device and blocks.weight.dtype == blocks.raw.dtype
+    for block, of in zip(blocks.blocks, parts, strict=True):
+        scratch.fit(block.state.raw.value)
+        weight = block.weight
+        moved = _rule.push(block.state, curve, of, new, out=weight if in_place else None)
+        if on_device:
+            moved = torch.where(hyper.lr == 0, weight, moved.to(weight.dtype))  # type: ignore[arg-type]
+        if moved is not weight:
+            weight.copy_(moved)
 
 
-def pull(item: Item, hyper: Hyper) -> tuple[Tensor, list[Pulled]]:
+def pull(item: Item, hyper: Hyper) -> tuple[Tensor, dict[str, Tensor]]:
     """The first stage alone, for another optimizer to move raw by: (gradient of raw, what `push` takes on)."""
-    raw = item.state.raw.value
-    weight, grad = item.param.detach().reshape(raw.shape), item.grad.detach().reshape(raw.shape)
-    cut = _cut(raw)
-    gradient = torch.empty_like(raw)
+    blocks = _blocks(item)
+    scales, parts = blocks.scales(item.curve)
+    gradient = torch.empty_like(blocks.raw)
+    new = torch.empty_like if _rule.writable(blocks.state, blocks.grad) else None
     pulled: list[Pulled] = []
-    for (part, scales), w, g, target in zip(
-        _parts(item.state, item.curve, cut), *(_pieces(t, cut) for t in (weight, grad, gradient)), strict=True
-    ):
-        found = _rule.pull(_gradient(g, w, raw.dtype, hyper), part, item.curve, scales)
-        if found.raw.shape == raw.shape:
+    for block, of, target in zip(blocks.blocks, parts, blocks.pieces(gradient), strict=True):
+        found = _rule.pull_part(_gradient(block, hyper), block.state, item.curve, of, new)
+        if found.raw.shape == gradient.shape:
             gradient = found.raw
         else:
             target.copy_(found.raw)
-        pulled.append(found._replace(raw=weight))
-    return gradient, pulled
+        pulled.append(found._replace(raw=target))  # the block's own is spent: let its memory go
+    return gradient, blocks.totals(item.curve, scales, pulled)
 
 
-def push(item: Item, hyper: Hyper, pulled: list[Pulled]) -> None:
+def push(item: Item, hyper: Hyper, totals: dict[str, Tensor]) -> None:
     """The other stages, when raw has moved: the factors by Adam, and the parameter onto the map."""
-    param = item.param.detach()
-    weight = param.reshape(item.state.raw.value.shape)
-    totals = _totals(item.state, item.curve, pulled)
-    _finish(weight, item.state, item.curve, hyper, item.step, item.rates.to(param.device), totals)
-    _write_back(param, weight)
+    blocks = _blocks(item)
+    _finish(blocks, item.curve, hyper, item.step, item.rates.to(item.param.device), totals, Scratch())
+    _write_back(item.param.detach(), blocks.weight)
 
 
 def _write_back(param: Tensor, weight: Tensor) -> None:
@@ -365,76 +473,12 @@ def _write_back(param: Tensor, weight: Tensor) -> None:
         param.copy_(weight.reshape(param.shape))
 
 
-def _gradient(grad: Tensor, weight: Tensor, dtype: torch.dtype, hyper: Hyper) -> Tensor:
+def _gradient(block: Block, hyper: Hyper) -> Tensor:
     """The weight's gradient as torch.optim.Adam would see it, in the state's dtype."""
-    grad = grad.to(dtype)
+    dtype = block.state.raw.value.dtype
+    grad = block.grad.to(dtype)
     if hyper.maximize:
         grad = -grad
     if hyper.weight_decay and not hyper.decoupled:
-        grad = grad.add(weight.to(dtype), alpha=hyper.weight_decay)
+        grad = grad.add(block.weight.to(dtype), alpha=hyper.weight_decay)
     return grad
-
-
-class Cut(NamedTuple):
-    """Into blocks of how many matrices, and of how many of their rows, a step is cut."""
-
-    batch: int
-    rows: int
-    blocks: int  # along the rows
-
-
-def _cut(raw: Tensor) -> Cut:
-    """Blocks that fit the cache; everything at once on an accelerator."""
-    batch, rows, cols = raw.shape
-    if raw.device.type != "cpu" or raw.numel() <= BLOCK_ELEMENTS:
-        return Cut(max(1, batch), max(1, rows), 1)
-    if rows * cols <= BLOCK_ELEMENTS:
-        return Cut(BLOCK_ELEMENTS // (rows * cols), rows, 1)
-    size = max(1, BLOCK_ELEMENTS // cols)
-    return Cut(1, size, -(-rows // size))
-
-
-def _pieces(tensor: Tensor, cut: Cut, by_row: bool = True) -> list[Tensor]:
-    """A tensor (batch, rows, ...) as one view a block; one without rows, or with one for all, serves every row."""
-    by_batch = tensor.split(cut.batch)
-    if not by_row or tensor.shape[1] == 1:
-        return [piece for piece in by_batch for _ in range(cut.blocks)]
-    return [row for piece in by_batch for row in piece.split(cut.rows, 1)]
-
-
-def _parts(state: Views, curve: Curve, cut: Cut) -> Iterable[tuple[Views, Scales]]:
-    """For each block its part of raw and residual, and of the scales, which are unpacked once."""
-    scales = _rule.unpack(*_rule.factors(state), curve)
-    if cut.batch >= state.raw.value.shape[0] and cut.blocks == 1:
-        return [(state, scales)]
-
-    def slots(name: str) -> Iterable[Slot | None]:
-        slot = getattr(state, name)
-        if slot is None:
-            return itertools.repeat(None)
-        pieces = (itertools.repeat(None) if t is None else _pieces(t, cut, name in BY_ROW) for t in slot)
-        return itertools.starmap(Slot, zip(*pieces, strict=False))
-
-    def vectors(of: tuple[Tensor, ...], by_row: bool) -> Iterable[tuple[Tensor, ...]]:
-        return zip(*(_pieces(v, cut, by_row) for v in of), strict=True) if of else itertools.repeat(())
-
-    views = (
-        Views(raw, None, None, b, a)  # type: ignore[arg-type]
-        for raw, b, a in zip(slots("raw"), slots("residual_b"), slots("residual_a"), strict=False)
-    )
-    # A stack, whose matrices have a curvature each and units in tensors, is never cut.
-    parts = (
-        scales._replace(row=row, col=col)
-        for row, col in zip(vectors(scales.row, True), vectors(scales.col, False), strict=False)
-    )
-    return zip(views, parts, strict=True)
-
-
-def _gather(like: Tensor, parts: list[Tensor], cut: Cut, by_row: bool) -> Tensor:
-    """The whole gradient of a factor from those of the blocks, added in their order, so that runs repeat bit for bit."""
-    if len(parts) == 1:
-        return parts[0]
-    total = torch.zeros_like(like)
-    for target, part in zip(_pieces(total, cut, by_row), parts, strict=True):
-        target.add_(part)
-    return total

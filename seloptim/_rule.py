@@ -9,13 +9,24 @@ operation, so that the degenerate map (weight = raw) reproduces it bit for bit.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .functional import KINDS, _inverse, _map, _no_inverse_reason, _over, _owned, _shares, sel_derivatives
+from .functional import (
+    KINDS,
+    New,
+    _inverse,
+    _map,
+    _no_inverse_reason,
+    _over,
+    _shares,
+    _times,
+    _writable,
+    sel_derivatives,
+)
 
 STRUCTURES = ("row_col", "row", "col", "scalar", "none")
 VALUES = ("raw", "scale_row", "scale_col", "residual_b", "residual_a")
@@ -289,7 +300,7 @@ class Scales(NamedTuple):
 
     row: tuple[Tensor, ...]  # (batch, rows or 1, 1)
     col: tuple[Tensor, ...]  # (batch, 1, cols)
-    row_units: tuple[float | Tensor, ...]  # a kind each: what brings a sum over columns to the packed factor's gradient
+    row_units: tuple[float | Tensor, ...]  # a kind each: what brings a sum over columns to the factor's gradient
     col_units: tuple[float | Tensor, ...]
 
 
@@ -345,29 +356,33 @@ def slope(state: Views, curve: Curve) -> Tensor:
     return sel_derivatives(state.raw.value, *scales, beta=1.0, combine=curve.combine, kinds=())[0]
 
 
-def pull(grad: Tensor, state: Views, curve: Curve, scales: Scales | None = None) -> Pulled:
+def pull(grad: Tensor, state: Views, curve: Curve) -> Pulled:
     """Gradients of the state from the gradient of the weight, at the old raw and the old scales.
 
     raw: grad * slope;  a row factor: sum_j grad[i,j] * derivative[i,j] * col[j], and the other way round;
     B: grad A^T, A: B^T grad. What is not finite adds nothing to factors, and goes on to its own weight.
-    `scales` are the state's, where a caller holds them unpacked.
     """
-    scales = unpack(*factors(state), curve) if scales is None else scales
-    pulled, shares = _shares_of(grad, state.raw.value, scales, curve)
+    scales = unpack(*factors(state), curve)
+    new = torch.empty_like if writable(state, grad) else None
+    return _in_units(pull_part(grad, state, curve, scales, new), scales, curve)
+
+
+def pull_part(grad: Tensor, state: Views, curve: Curve, scales: Scales, new: New) -> Pulled:
+    """`pull` for a block of rows, whose sums for the factors are to be added to those of others, then given to `in_units`.
+
+    `scales` are the state's. The gradient of raw may lie in memory from `new`.
+    """
     # One NaN or inf, of a gradient or of a weight that met one before, would spread over its whole row and column through the
     # sums; its own weight meets it in grad * slope. On an accelerator a look at the sums would make the host wait.
     careful = grad.device.type != "cpu"
-    grad_row, grad_col = _sums(shares, scales, careful)
-    if not careful and not all(
-        math.isfinite(found.detach().sum()) for found in (grad_row, grad_col) if found is not None
-    ):
-        grad_row, grad_col = _sums(shares, scales, True)
-    grad_b = grad_a = None
-    if state.residual_b is not None and state.residual_a is not None:
-        finite = torch.nan_to_num(grad, 0.0, 0.0, 0.0)
-        grad_b = finite @ state.residual_a.value.mT
-        grad_a = state.residual_b.value.mT @ finite
-    return Pulled(pulled, grad_row, grad_col, grad_b, grad_a)
+    raw, sum_row, sum_col = _sums(_shares_of(grad, state.raw.value, scales, curve, new), scales, careful)
+    looked_at = sum_col if sum_row is None else sum_row
+    if not careful and looked_at is not None and not math.isfinite(looked_at.detach().sum()):
+        raw, sum_row, sum_col = _sums(_shares_of(grad, state.raw.value, scales, curve, new), scales, True)
+    if state.residual_b is None or state.residual_a is None:
+        return Pulled(raw, sum_row, sum_col, None, None)
+    finite = torch.nan_to_num(grad, 0.0, 0.0, 0.0)
+    return Pulled(raw, sum_row, sum_col, finite @ state.residual_a.value.mT, state.residual_b.value.mT @ finite)
 
 
 def pull_squares(grad_sq: Tensor, state: Views, curve: Curve) -> Pulled:
@@ -376,70 +391,90 @@ def pull_squares(grad_sq: Tensor, state: Views, curve: Curve) -> Pulled:
     raw: grad_sq * slope^2;  a row factor: sum_j grad_sq[i,j] * derivative[i,j]^2 * col[j]^2, and the other way round.
     """
     scales = unpack(*factors(state), curve)
-    slopes, derivatives = _shares_of(None, state.raw.value, scales, curve)
-    squared = {kind: grad_sq * derivative.square() for kind, derivative in derivatives.items()}
+    derivatives = _shares_of(None, state.raw.value, scales, curve, torch.empty_like if writable(state) else None)
+    squared = ((kind, grad_sq * derivative.square()) for kind, derivative in derivatives)
     squared_scales = Scales(*(tuple(v * v for v in part) for part in scales))  # type: ignore[arg-type]
-    square_row, square_col = _sums(squared, squared_scales, True)
+    square_raw, square_row, square_col = _sums(squared, squared_scales, True)
     square_b = square_a = None
     if state.residual_b is not None and state.residual_a is not None:
         square_b = grad_sq @ state.residual_a.value.square().mT
         square_a = state.residual_b.value.square().mT @ grad_sq
-    return Pulled(grad_sq * slopes.square(), square_row, square_col, square_b, square_a)
+    return _in_units(Pulled(square_raw, square_row, square_col, square_b, square_a), squared_scales, curve)
 
 
-def _shares_of(grad: Tensor | None, raw: Tensor, scales: Scales, curve: Curve) -> tuple[Tensor, dict[str, Tensor]]:
+def writable(state: Views, *others: Tensor) -> bool:
+    """Whether temporaries of a stage may be overwritten."""
+    return _writable(*others, *(slot.value for slot in state if slot is not None))
+
+
+def _shares_of(
+    grad: Tensor | None, raw: Tensor, scales: Scales, curve: Curve, new: New
+) -> Iterator[tuple[str, Tensor]]:
     l, m, em = (pair(scales, place) for place in (1, 2, 3))
     n = shift(scales, curve)
-    owned = _owned(raw, grad, *l, *m, *em, n)
-    return _shares(grad, raw, em, l, m, n, combine=curve.combine, kinds=curve.learned, owned=owned)
+    return _shares(grad, raw, em, l, m, n, combine=curve.combine, kinds=curve.learned, new=new, keep=False)
 
 
-def _sums(shares: Mapping[str, Tensor], scales: Scales, careful: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of the packed factors from the shares. `careful`: what is not finite adds nothing."""
-    by_row: list[Tensor] = []
-    by_col: list[Tensor] = []
-    for k, kind in enumerate(KINDS):
-        share, place = shares.get(kind), SUMMED_WITH[kind]
-        if share is None:
-            by_row += [torch.zeros_like(v) for v in scales.row[:1]]
-            by_col += [torch.zeros_like(v) for v in scales.col[:1]]
-            continue
+def _sums(
+    shares: Iterable[tuple[str, Tensor]], scales: Scales, careful: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """raw's share, and the others summed over columns and over rows, packed as the factors but for what does not learn.
+
+    `careful`: what is not finite adds nothing.
+    """
+    row, col = scales.row, scales.col
+    by_row: dict[str, Tensor] = {}
+    by_col: dict[str, Tensor] = {}
+    for kind, share in shares:
+        if kind == "raw":
+            return share, _packed(by_row), _packed(by_col)
+        place = SUMMED_WITH[kind]
         if careful:
             share = torch.nan_to_num(share, 0.0, 0.0, 0.0)
-        if scales.row:
-            summed = _sum_columns(share, scales.col[place] if scales.col else None)
-            summed = (summed * scales.row[0] if kind in ("m", "n") else summed) * scales.row_units[k]
-            by_row.append(summed if summed.shape == scales.row[0].shape else summed.sum(-2, keepdim=True))
-        if scales.col:
-            summed = _sum_rows(share, scales.row[place] if scales.row else None)
-            by_col.append((summed * scales.col[0] if kind in ("m", "n") else summed) * scales.col_units[k])
-    return (
-        torch.cat(by_row, -1) if by_row else None,
-        torch.cat(by_col, -2).mT if by_col else None,
+        if row:
+            summed = _product_with(col[place] if col else None, share.mT)
+            by_row[kind] = summed.sum(-1, keepdim=True) if row[0].shape[-2] == 1 else summed
+        if col:
+            by_col[kind] = _product_with(row[place].mT if row else None, share)
+    raise AssertionError("raw's share comes last")
+
+
+def _product_with(vector: Tensor | None, share: Tensor) -> Tensor:
+    """sum_i vector[:, :, i] * share[:, i, j], or the sum alone, (batch, 1, j): so written, faster than share times vector."""
+    return share.sum(-2, keepdim=True) if vector is None else torch.bmm(vector, share)
+
+
+def _packed(sums: Mapping[str, Tensor]) -> Tensor | None:
+    return torch.cat([sums[kind] for kind in KINDS if kind in sums], -2).mT if sums else None
+
+
+def _in_units(pulled: Pulled, scales: Scales, curve: Curve) -> Pulled:
+    named = {name: getattr(pulled, name) for name in ("scale_row", "scale_col")}
+    return pulled._replace(
+        **{name: in_units(name, sums, scales, curve) for name, sums in named.items() if sums is not None}
     )
 
 
-def _sum_columns(share: Tensor, col: Tensor | None) -> Tensor:
-    """sum_j share[:, i, j] * col[:, 0, j], (batch, rows, 1)."""
-    if col is None:
-        return share.sum(-1, keepdim=True)
-    if share.shape[0] == 1:
-        # A product with one vector is faster than one with a batch of them.
-        return torch.mv(share.squeeze(0), col.view(-1)).view(1, -1, 1)
-    return torch.bmm(share, col.mT)
-
-
-def _sum_rows(share: Tensor, row: Tensor | None) -> Tensor:
-    """sum_i share[:, i, j] * row[:, i, 0], (batch, 1, cols)."""
-    if row is None:
-        return share.sum(-2, keepdim=True)
-    if share.shape[0] == 1:
-        return torch.mv(share.squeeze(0).T, row.view(-1)).view(1, 1, -1)
-    return torch.bmm(row.mT, share)
+def in_units(name: str, sums: Tensor, scales: Scales, curve: Curve) -> Tensor:
+    """The gradient of a packed factor from the sums for it, which lack units, the factor e for m and n, and what is frozen."""
+    if name == "scale_row":
+        e, units = scales.row[0], scales.row_units
+    else:
+        e, units = scales.col[0].mT, scales.col_units
+    parts = dict(zip((kind for kind in KINDS if kind in curve.learned), sums.split(1, -1), strict=True))
+    zero = torch.zeros_like(e)
+    by_kind = zip(KINDS, units, (1.0, 1.0, e, e), strict=True)
+    return torch.cat([_times(unit, _times(of, parts[k])) if k in parts else zero for k, unit, of in by_kind], -1)  # type: ignore[arg-type]
 
 
 def update(
-    slot: Slot, grad: Tensor, hyper: Hyper, step: float | Tensor, lr: float | Tensor, decay: float = 0.0
+    slot: Slot,
+    grad: Tensor,
+    hyper: Hyper,
+    step: float | Tensor,
+    lr: float | Tensor,
+    decay: float = 0.0,
+    new: New = None,
 ) -> None:
     """Adam on one slot, in place, in torch.optim.Adam's order of operations.
 
@@ -461,7 +496,7 @@ def update(
         bias_correction1 = bias_correction1.to(value.dtype)
         bias_correction2_sqrt = bias_correction2_sqrt.to(value.dtype)
     step_size = lr / bias_correction1
-    root = _sqrt(exp_avg_sq)
+    root = _sqrt(exp_avg_sq, new)
     denom = (root / bias_correction2_sqrt if root.requires_grad else root.div_(bias_correction2_sqrt)).add_(hyper.eps)
     if on_host(step_size):
         if decay:
@@ -475,10 +510,10 @@ def update(
     value.copy_(torch.where(step_size == 0, value, moved))
 
 
-def _sqrt(x: Tensor) -> Tensor:
+def _sqrt(x: Tensor, new: New) -> Tensor:
     """sqrt(x); where it is differentiated, with derivative 0 at 0: factors without a gradient yet have exact zeros there."""
     if not (torch.is_grad_enabled() and x.requires_grad):
-        return x.sqrt()
+        return torch.sqrt(x, out=new(x) if new else None)
     zero = x == 0
     return x.masked_fill(zero, 1.0).sqrt().masked_fill(zero, 0.0)
 
@@ -509,14 +544,25 @@ def undo(slot: Slot, hyper: Hyper, step: float, lr: float | Tensor, decay: float
     return torch.where(step_size == 0, value, before) if isinstance(step_size, Tensor) else before
 
 
-def push(state: Views, curve: Curve, scales: Scales | None = None) -> Tensor:
-    """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A."""
-    scales = unpack(*factors(state), curve) if scales is None else scales
+def push(
+    state: Views,
+    curve: Curve,
+    scales: Scales | None = None,
+    new: New = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The weight, (batch, rows, cols): map(raw, scales), plus the residual B @ A.
+
+    It may lie in memory from `new`, or in `out`, of its shape and dtype.
+    """
+    if scales is None:
+        scales = unpack(*factors(state), curve)
+        new = torch.empty_like if writable(state) else None
     raw = state.raw.value
     e, l, m = (pair(scales, place) for place in (0, 1, 2))
     n = shift(scales, curve)
-    weight = _map(raw, e, l, m, n, combine=curve.combine, owned=_owned(raw, *e, *l, *m, n))
     low_rank = residual(state)
+    weight = _map(raw, e, l, m, n, combine=curve.combine, new=new, out=out if low_rank is None else None)
     return weight if low_rank is None else weight + low_rank
 
 

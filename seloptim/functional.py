@@ -10,7 +10,7 @@ Everything here is pure and elementwise: `e`, `l`, `m`, `n` are numbers or tenso
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 from torch._C._functorch import peek_interpreter_stack
 
 Scale = float | Tensor
-Factor = Scale | tuple[Tensor, ...]  # a tuple stands for the product of its parts, which broadcast: a row and a column
+Factor = Scale | tuple[Tensor, ...]  # a tuple stands for the product of its one or two parts: a row and a column
+# Memory like a tensor's, for a temporary; None where autograd or a compiler is to see that nothing is overwritten.
+New = Callable[[Tensor], Tensor] | None
 KINDS = ("e", "l", "m", "n")
 
 
@@ -66,24 +68,27 @@ def sel_forward(
     Source: arXiv:2607.09967, Eq. 3.
     """
     dtype = raw.dtype
-    raw, e, l, m, n, beta, owned = _prepare(raw, e, l, m, n, beta, combine)
-    return _map(raw, _over(e, beta), _over(l, beta), _times(beta, m), n, combine=combine, owned=owned).to(dtype)
+    raw, e, l, m, n, beta, new = _prepare(raw, e, l, m, n, beta, combine)
+    return _map(raw, _over(e, beta), _over(l, beta), _times(beta, m), n, combine=combine, new=new).to(dtype)
 
 
-def _map(raw: Tensor, e: Factor, l: Factor, m: Factor, n: Scale, *, combine: str, owned: bool) -> Tensor:
-    """`sel_forward` for a curvature of 1 (e is e/beta, l is l/beta, m is beta*m)."""
+def _map(
+    raw: Tensor, e: Factor, l: Factor, m: Factor, n: Scale, *, combine: str, new: New, out: Tensor | None = None
+) -> Tensor:
+    """`sel_forward` for a curvature of 1 (e is e/beta, l is l/beta, m is beta*m), in `out` where there is `new`."""
+    owned = new is not None
     # The sign is a constant, +1 at zero: with it |raw| = s*raw has the derivative s, and s*s = 1 keeps zero alive.
     # Without autograd zero needs no sign, but where the linear path carries one: -0.0 stays -0.0.
-    s = raw.sign() if owned and combine == "mismatched" else _sign_one_at_zero(raw)
-    a = raw.abs() if owned else raw * s
+    s = torch.sign(raw, out=new(raw)) if new and combine == "mismatched" else _sign_one_at_zero(raw)
+    a = torch.abs(raw, out=new(raw)) if new else raw * s
     # E(a) = e * exp(-n) * expm1(m*a)
-    E = _expm1_of(a, m, owned)
+    E = _expm1_of(a, m, new)
     E = torch.mul(E, s, out=E if owned else None)
     E = _scaled(_scaled(E, e, owned), _exp_minus(n), owned)
     # weight = s*E(a) + l * (|raw| or raw)
     if combine == "congruent":
-        return _add_scaled(E, raw, l, owned)
-    return _add_scaled(E, a if owned else raw.abs(), l, owned, owned)
+        return _add_scaled(E, raw, l, new, out=out)
+    return _add_scaled(E, a if owned else raw.abs(), l, new, out=out)
 
 
 def sel_derivatives(
@@ -129,9 +134,10 @@ def sel_derivatives(
 
     Source: arXiv:2607.09967, the gradients of Eq. 3.
     """
-    raw, e, l, m, n, beta, owned = _prepare(raw, e, l, m, n, beta, combine)
-    slope, shares = _shares(
-        None, raw, _times(e, m), _over(l, beta), _times(beta, m), n, combine=combine, kinds=kinds, owned=owned
+    raw, e, l, m, n, beta, new = _prepare(raw, e, l, m, n, beta, combine)
+    owned = new is not None
+    shares = dict(
+        _shares(None, raw, _times(e, m), _over(l, beta), _times(beta, m), n, combine=combine, kinds=kinds, new=new)
     )
     by: dict[str, Tensor] = {}
     if "n" in kinds:
@@ -144,7 +150,7 @@ def sel_derivatives(
     if "m" in kinds:
         # d weight / d m = e*raw*exp(-n)*(X + 1)
         by["m"] = _scaled(shares["m"], e, owned)
-    return slope, by
+    return shares["raw"], by
 
 
 def _shares(
@@ -157,51 +163,50 @@ def _shares(
     *,
     combine: str,
     kinds: Collection[str],
-    owned: bool,
-) -> tuple[Tensor, dict[str, Tensor]]:
+    new: New,
+    keep: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
     """grad times the derivatives, for a curvature of 1 (l is l/beta, m is beta*m), with e taken out where it is a factor:
 
         X = expm1(m*|raw|),  s = sign(raw) with sign(0) = 0
-        grad * slope          = em * grad*exp(-n)*(X + 1) + l * grad*s      (congruent: + l*grad)
-        shares["e"], ["n"]    = grad * s*exp(-n)*X                          n: per unit of -e
-        shares["l"]           = grad * |raw|                                (congruent: grad * raw)
-        shares["m"]           = grad * raw*exp(-n)*(X + 1)                  per unit of e
+        "e", "n"    grad * s*exp(-n)*X                                          n: per unit of -e
+        "l"         grad * |raw|                                                (congruent: grad * raw)
+        "m"         grad * raw*exp(-n)*(X + 1)                                  per unit of e
+        "raw"       grad * slope = em * grad*exp(-n)*(X + 1) + l * grad*s       (congruent: + l*grad)
 
     None for grad is 1 everywhere. e and m come as their product: where they are row and column factors, that saves passes,
-    and the sums of the shares over rows and columns take e as a vector.
+    and the sums of the shares over rows and columns take e as a vector. Without `keep` a share is good until the next is asked
+    for, so that a caller who adds it up at once does so in the cache.
     """
-    mismatched = combine == "mismatched"
-    shares: dict[str, Tensor] = {}
+    mismatched, owned = combine == "mismatched", new is not None
     exp_n = _exp_minus(n)
-    a = raw.abs() if owned else raw * _sign_one_at_zero(raw)
-    X = _expm1_of(a, m, owned)
+    a = torch.abs(raw, out=new(raw)) if new else raw * _sign_one_at_zero(raw)
+    X = _expm1_of(a, m, new)
     # grad*exp(-n)*(X + 1)
     if grad is None:
         slope = _one_plus(X, exp_n)
     else:
         grad_n = _scaled(grad, exp_n, False)
-        slope = torch.addcmul(grad_n, grad_n, X)
+        slope = torch.addcmul(grad_n, grad_n, X, out=new(raw) if new else None)
     signed = None
     if mismatched or "e" in kinds or "n" in kinds:
-        signed = raw.detach().sign()
+        signed = torch.sign(raw.detach(), out=new(raw) if new else None)
         if grad is not None:
             signed = _scaled(signed, grad, owned)
         if "e" in kinds or "n" in kinds:
             share = _scaled(_scaled(X, signed, owned), exp_n, owned)
-            shares |= {kind: share for kind in ("e", "n") if kind in kinds}
-    if "m" in kinds:
-        shares["m"] = slope * raw
+            yield from ((kind, share) for kind in ("e", "n") if kind in kinds)
     if "l" in kinds:
         path = raw if not mismatched else a if owned else raw.abs()
-        shares["l"] = path if grad is None else _scaled(path, grad, owned and mismatched)
+        yield "l", path if grad is None else _scaled(path, grad, owned and mismatched)
+    if "m" in kinds:
+        yield "m", torch.mul(slope, raw, out=(new(raw) if keep else X) if new else None)
     slope = _scaled(slope, em, owned)
     if mismatched and signed is not None:
-        slope = _add_scaled(slope, signed, l, owned, owned)
-    elif grad is not None:
-        slope = _add_scaled(slope, grad, l, owned)
+        slope = _add_scaled(slope, signed, l, new)
     else:
-        slope = _add_scaled(slope, torch.ones_like(slope), l, owned)
-    return slope, shares
+        slope = _add_scaled(slope, torch.ones_like(slope) if grad is None else grad, l, new)
+    yield "raw", slope
 
 
 def sel_pullback(
@@ -450,25 +455,29 @@ def _solve(
 
 def _prepare(
     raw: Tensor, e: Scale, l: Scale, m: Scale, n: Scale, beta: Scale, combine: str
-) -> tuple[Tensor, Scale, Scale, Scale, Scale, Scale, bool]:
-    """Everything in the dtype of the computation, and whether temporaries may be overwritten."""
+) -> tuple[Tensor, Scale, Scale, Scale, Scale, Scale, New]:
+    """Everything in the dtype of the computation, and where temporaries come from."""
     _validate(raw, beta, combine)
     dtype = _compute_dtype(raw)
     scales = [v.to(dtype) if isinstance(v, Tensor) else float(v) for v in (e, l, m, n, beta)]
-    return raw.to(dtype), *scales, _owned(raw, *scales)  # pyright: ignore[reportReturnType]
+    return raw.to(dtype), *scales, torch.empty_like if _owned(raw, *scales) else None  # pyright: ignore[reportReturnType]
 
 
 def _owned(raw: Tensor, *others: Scale | None) -> bool:
-    """Whether temporaries of raw's shape may be overwritten.
+    """Whether temporaries of raw's shape may be overwritten, by what broadcasts to it."""
+    tensors = [v for v in others if isinstance(v, Tensor)]
+    return _writable(raw, *tensors) and all(_broadcasts_to(v.shape, raw.shape) for v in tensors)
+
+
+def _writable(*tensors: Tensor | None) -> bool:
+    """Whether results of operations on these may be overwritten.
 
     Autograd keeps what it needs, torch.func cannot write batched values into unbatched ones, a compiler fuses anyway.
     """
-    tensors = [v for v in others if isinstance(v, Tensor)]
     return not (
         torch.compiler.is_compiling()
         or peek_interpreter_stack() is not None
-        or (torch.is_grad_enabled() and (raw.requires_grad or any(v.requires_grad for v in tensors)))
-        or not all(_broadcasts_to(v.shape, raw.shape) for v in tensors)
+        or (torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in tensors))
     )
 
 
@@ -533,17 +542,18 @@ def _scaled(x: Tensor, factor: Factor, owned: bool) -> Tensor:
     return torch.mul(x, factor, out=x if owned else None)
 
 
-def _product(x: Tensor, factor: Factor, owned: bool) -> Tensor:
-    """x * factor, never into x; `owned`: what is new may be overwritten."""
+def _product(x: Tensor, factor: Factor, new: New) -> Tensor:
+    """x * factor, never into x."""
     first, *rest = factor if isinstance(factor, tuple) else (factor,)
-    return _scaled(x * first, tuple(rest), owned)
+    return _scaled(torch.mul(x, first, out=new(x) if new else None), tuple(rest), new is not None)
 
 
-def _add_scaled(x: Tensor, y: Tensor, factor: Factor, owned: bool, y_owned: bool = False) -> Tensor:
-    """x + factor*y, into x if it is owned; y may then be lost if it is."""
-    out = x if owned else None
+def _add_scaled(x: Tensor, y: Tensor, factor: Factor, new: New, out: Tensor | None = None) -> Tensor:
+    """x + factor*y, into `out` or x where temporaries may be overwritten."""
+    out = (x if out is None else out) if new else None
     if isinstance(factor, tuple):
-        return torch.add(x, _scaled(y, factor, True) if y_owned else _product(y, factor, owned), out=out)
+        first, *rest = factor
+        factor = torch.mul(first, *rest, out=new(x) if new else None) if rest else first
     if isinstance(factor, Tensor):
         return torch.addcmul(x, y, factor, out=out)
     return torch.add(x, y, alpha=factor, out=out)
@@ -556,7 +566,7 @@ def _one_plus(X: Tensor, factor: Scale) -> Tensor:
     return X + 1.0 if factor == 1.0 else torch.add(X.new_full((), factor), X, alpha=factor)
 
 
-def _expm1_of(a: Tensor, factor: Factor, owned: bool) -> Tensor:
+def _expm1_of(a: Tensor, factor: Factor, new: New) -> Tensor:
     """expm1(a * factor) with one temporary."""
-    x = _product(a, factor, owned)
-    return torch.expm1(x, out=x if owned else None)
+    x = _product(a, factor, new)
+    return torch.expm1(x, out=x if new else None)

@@ -52,13 +52,13 @@ class Ran:
             self.native += len(items)
             run_native(items, *args)
 
-        pull = _rule.pull
+        pull = _rule.pull_part
 
         def spy_pull(*args: Any) -> Any:
             self.blocks += 1
             return pull(*args)
 
-        monkeypatch.setattr(_rule, "pull", spy_pull)
+        monkeypatch.setattr(_rule, "pull_part", spy_pull)
         monkeypatch.setattr(_execute, "_run_native", spy_native)
         monkeypatch.setattr(_execute, "_run_single", spy_single)
         monkeypatch.setattr(_execute, "_run_stack", spy_stack)
