@@ -31,7 +31,7 @@ def _not_traced(method: _Method) -> _Method:
 class SELOptimizer(Shadow, torch.optim.Optimizer):
     """Groups, steps and saved states of an optimizer of raw weights; a subclass moves them."""
 
-    _had_matrices: list[bool]  # for each group, as it was added
+    _shapes: set[tuple[int, ...]]  # of every parameter that was ever added
     _constructing = False  # True while torch's constructor adds the groups: weights wait until all have been checked
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         check_group({**defaults, "params": []})
         self._seen = {}
         self._warned = set()
-        self._had_matrices = []
+        self._shapes = set()
         self._constructing = True
         super().__init__(params, defaults)
         del self._constructing
@@ -156,7 +156,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             self._refuse(group, [(p, name) for i, p, name in members if self._choice(group, i, p)])
             if not self._constructing:
                 self._shrink([group])
-            self._had_matrices.append(any(p.dim() >= 2 for _, p, _ in members))
+            self._shapes.update(tuple(p.shape) for _, p, _ in members)
         except BaseException:
             self.param_groups.pop()
             raise
@@ -177,14 +177,21 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 )
 
     def _refuse_flat_groups(self) -> None:
-        """A wrapper may put flat parts of all of a group's parameters in their place (DeepSpeed's ZeRO does)."""
-        for g, (had_matrices, group) in enumerate(zip(self._had_matrices, self.param_groups, strict=False)):
-            flat = [p for p in group["params"] if p.dim() < 2]
-            if had_matrices and flat and len(flat) == len(group["params"]) and group["curved"] not in ("none", False):
+        """A wrapper may put one flat part of a group's parameters in the place of them all (DeepSpeed's ZeRO does).
+
+        A vector that was popped, moved to another group or exchanged for its like has a shape that was added.
+        """
+        for group, _, p, name in self._members():
+            curved = group["curved"]
+            plain = not any(curved) if isinstance(curved, list) else curved in ("none", False)
+            if p.dim() != 1 or plain or tuple(p.shape) in self._shapes:
+                continue
+            here = {tuple(q.shape) for _, _, q, _ in self._members()}
+            if gone := [shape for shape in self._shapes - here if len(shape) > 1]:
                 raise ValueError(
-                    f"group {g} had matrices when it was added and holds only flat vectors now, as DeepSpeed's ZeRO leaves them: "
-                    "without rows and columns there are no scales; use torch.distributed.fsdp.fully_shard or "
-                    "DistributedDataParallel, or curved='none' for plain Adam"
+                    f"parameter {name} is a flat vector of {p.numel()} elements that was not added, and matrices that were are gone (of "
+                    f"shape {gone[0]}), as DeepSpeed's ZeRO leaves a group: without rows and columns there are no scales; use "
+                    "torch.distributed.fsdp.fully_shard or DistributedDataParallel, or curved='none' in its group for plain Adam"
                 )
 
     @torch.no_grad()
@@ -353,7 +360,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # torch leaves the hooks out. All of __dict__ would be too much: schedulers put a patched step there.
         hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        ours = {"_warned": self._warned, "_had_matrices": self._had_matrices}
+        ours = {"_warned": self._warned, "_shapes": self._shapes}
         return {**super().__getstate__(), **hooks, **ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

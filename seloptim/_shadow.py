@@ -54,9 +54,10 @@ class Shadow:
     def _members(self) -> Iterator[tuple[dict[str, Any], int, Tensor, str]]:
         """(group, position in it, parameter, name) for every parameter."""
         for g, group in enumerate(self.param_groups):
-            names = group.get("param_names")
+            names = group.get("param_names") or ()
+            named = len(names) == len(group["params"])  # else it was changed from outside
             for i, p in enumerate(group["params"]):
-                yield group, i, p, names[i] if names else f"{g}.{i}"
+                yield group, i, p, names[i] if named else f"{g}.{i}"
 
     def _find(self, p: Tensor) -> tuple[dict[str, Any], int, str]:
         for group, i, member, name in self._members():
