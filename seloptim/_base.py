@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule, _shards
-from ._options import SEL_DEFAULTS, check_beta, check_group, device_scale_rates, near_names, scale_rates
-from ._shadow import Shadow, differing
+from ._options import SEL_DEFAULTS, check_group, device_scale_rates, near_names, scale_rates
+from ._shadow import FIXED, Shadow, differing, fixed_options
 from .convert import as_step, check_layout
 from .init import shrink
 
@@ -41,7 +41,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             )
         defaults = {**defaults, "sel_format": FORMAT}
         check_group({**defaults, "params": []})
-        self._seen = {}
+        self._seen, self._made = {}, {}
         self._warned = set()
         self._shapes = set()
         self._constructing = True
@@ -145,14 +145,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for _, p, name in members:
                 _refuse_flattened(p, name)
             check_group(group)
-            if callable(group["curved"]):
-                group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
-            if callable(group["beta"]):
-                # Not asked about parameters that stay plain: it may count on a matrix.
-                group["beta"] = [
-                    check_beta(group["beta"](name, p), name) if self._choice(group, i, p) else "auto"
-                    for i, p, name in members
-                ]
+            self._resolve_callables(group, members)
             self._refuse(group, [(p, name) for i, p, name in members if self._choice(group, i, p)])
             if not self._constructing:
                 self._shrink([group])
@@ -270,6 +263,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                     f"{type(self).__name__} does not support sparse gradients (parameter {name}), please consider SparseAdam instead"
                 )
         self._refuse_flat_groups()
+        self._check_options()
         for group, _, p, name in with_grad:
             self._refuse_step(group, p, name)
         self._agree_on_edits((group, p) for group, _, p, _ in with_grad)
@@ -307,6 +301,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             >>> sorted(optimizer.state_dict()["state"][0])[:4]
             ['beta', 'exp_avg', 'exp_avg_sq', 'initial_rms']
         """
+        self._check_options()
         self._agree_on_edits((group, p) for group, _, p, _ in self._members())
         for group, i, p, name in self._members():
             if p.is_meta or not (p.requires_grad or self._has_raw(p)):
@@ -325,6 +320,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in here]:
             trained += float(self.state.pop(p).get("step", 0)) > 0
             self._seen.pop(p, None)
+            self._made.pop(p, None)
         if trained:
             warnings.warn(
                 f"{trained} parameters that had been trained were replaced in the groups by other tensors; the new ones start with "
@@ -336,7 +332,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         """Load a state that `state_dict` returned, bit for bit, whatever the parameters' dtype.
 
         The raw weights are authoritative: a parameter that differs from their map is set to it, with a warning. Change
-        weights after loading the optimizer, not before.
+        weights after loading the optimizer, not before. As in torch the saved groups' options replace the live ones; the
+        log says where a state was made under others than the optimizer was built with.
 
         Raises:
             ValueError: groups, shapes or keys that do not fit; nothing has changed then.
@@ -351,16 +348,25 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             check_layout(state_dict)
         # Runs behind the user's pre-hooks, whose result is what must be loaded.
         handle = self.register_load_state_dict_pre_hook(_keep_incoming)
+        built = [{option: group[option] for option in FIXED if option != "init"} for group in self.param_groups]
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self.__dict__.pop("_incoming", None)
+        for mine, group in zip(built, self.param_groups, strict=True):
+            for option, was in mine.items():
+                # Lists hold what callables and the mismatched initialisation made of the weights of then.
+                if was != group[option] and not isinstance(was, list) and not isinstance(group[option], list):
+                    self._log_once(
+                        f"the loaded state goes on with the {option}={group[option]!r} that it was made under; this optimizer was built "
+                        f"with {option}={was!r}"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         # torch leaves the hooks out. All of __dict__ would be too much: schedulers put a patched step there.
         hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        ours = {"_warned": self._warned, "_shapes": self._shapes}
+        ours = {"_warned": self._warned, "_shapes": self._shapes, "_made": self._made}
         return {**super().__getstate__(), **hooks, **ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -375,24 +381,23 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for group in self.param_groups:
                 group.update({**SEL_DEFAULTS, **self.defaults, **group})
             return
-        held = self.state, self.param_groups, self._seen
+        held = self.state, self.param_groups, self._seen, self._made
         super().__setstate__(state)
-        self._seen = {}
+        self._seen, self._made = {}, {}
         try:
             for live, group in zip(held[1], self.param_groups, strict=True):
                 group.update(_merged(live, group))
             self._reinstall(incoming)
         except BaseException:
-            self.state, self.param_groups, self._seen = held
+            self.state, self.param_groups, self._seen, self._made = held
             raise
         # In place: a wrapper that holds a copy of our __dict__ must not go on with what was there before.
-        loaded = self.state, self.param_groups, self._seen
-        self.state, self.param_groups, self._seen = held
-        self.state.clear()
-        self.state.update(loaded[0])
+        loaded = self.state, self.param_groups, self._seen, self._made
+        self.state, self.param_groups, self._seen, self._made = held
         self.param_groups[:] = loaded[1]
-        self._seen.clear()
-        self._seen.update(loaded[2])
+        for mine, new in zip((self.state, self._seen, self._made), (loaded[0], *loaded[2:]), strict=True):
+            mine.clear()
+            mine.update(new)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def _check_incoming(self, state_dict: dict[str, Any]) -> None:
         """Everything that can be wrong with a saved state, before anything changes."""
@@ -435,7 +440,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         """Copies of the saved tensors in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
         saved_ids = [(k, "sel_format" in group) for group in incoming["param_groups"] for k in group["params"]]
         moved: list[tuple[str, float]] = []
-        for (saved_id, ours), (group, _, p, name) in zip(saved_ids, self._members(), strict=True):
+        for (saved_id, ours), (group, i, p, name) in zip(saved_ids, self._members(), strict=True):
             saved = incoming["state"].get(saved_id)
             if not saved:
                 continue
@@ -448,6 +453,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                     placed = _shards.placed(p, key, value.detach(), group["batch_dims"], group["structure"])
                     state[key] = placed.to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)
             state["step"] = as_step(saved["step"]).to(self._counter_device(group, p))
+            self._made[p] = fixed_options(group, i)
             change = self._restore(group, p)
             if change > 0:
                 moved.append((name, change))

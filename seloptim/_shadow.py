@@ -5,6 +5,7 @@ each parameter, the version, storage and device that the last write left; where 
 values decide.
 """
 
+import copy
 import logging
 import math
 import warnings
@@ -16,14 +17,15 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _rule, _shards, _stats
-from ._options import learned_kinds
+from ._options import SEL_DEFAULTS, check_beta, check_group, learned_kinds
 from ._rule import KINDS, Curve, Views
 from .init import LARGEST_CURVED_RMS, _rms, choose_beta
 
 logger = logging.getLogger("seloptim")
 
 
-FIXED = ("combine", "batch_dims")  # options that a state was made under and is read by
+# Options that count when a state is made, and may not change behind it.
+FIXED = ("combine", "init", "beta", "structure", "batch_dims", "scale_init", "residual_rank")
 _Made = TypeVar("_Made")
 
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
@@ -38,7 +40,6 @@ class _Seen(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     has_n: bool
-    fixed: tuple[Any, ...]  # see _fixed
 
 
 class Shadow:
@@ -47,6 +48,8 @@ class Shadow:
     param_groups: list[dict[str, Any]]
     state: Any
     _seen: dict[Tensor, _Seen]
+    _made: dict[Tensor, dict[str, Any]]  # the FIXED options that a curved parameter's state was made under
+    _checked: list[Any] | None = None  # the options of all groups when they were last found to be in order
     _warned: set[str]
 
     # ------------------------------------------------------------------------------------------------------- who is who
@@ -86,7 +89,7 @@ class Shadow:
     @staticmethod
     def _choice(group: dict[str, Any], i: int, p: Tensor) -> bool | str:
         """What the group says of a parameter: False, True, or "matrices" where its values will decide."""
-        choice = group["curved"][i] if isinstance(group["curved"], list) else group["curved"]
+        choice = _own(group, "curved", i)
         if choice in ("none", False) or not p.is_floating_point():
             return False
         if choice != "matrices":
@@ -101,9 +104,7 @@ class Shadow:
     # -------------------------------------------------------------------------------------------------------- the state
 
     def _resolve_beta(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> float:
-        choice = group["beta"]
-        if isinstance(choice, list):
-            choice = choice[i]
+        choice = _own(group, "beta", i)
         if isinstance(choice, str):
             try:
                 return choose_beta(p.detach(), choice, group["batch_dims"])
@@ -139,6 +140,7 @@ class Shadow:
             state["mean_slope"] = _shards.total(p, weighted)[0] / p.numel()
         state["initial_rms"] = _rms(p)
         self.state[p] = _shards.assembled(p, state, group["batch_dims"], group["structure"])
+        self._made[p] = fixed_options(group, i)
         self._remember(p, group, self._any_n(state))
         self._check_pace(float(group["lr"]) / self._lr_slope(group, state), beta, name)
 
@@ -181,6 +183,7 @@ class Shadow:
 
     def _ensure(self, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """(group, state) of a curved parameter, for the accessors."""
+        self._check_options()
         group, i, name = self._find(p)
         self._refuse_alone(group, i, p, name)
         if not self._is_curved(group, i, p, name):
@@ -243,7 +246,7 @@ class Shadow:
         """p is the map of its raw now."""
         known, part = self._seen.get(p), _shards.local(p)
         storage = known.storage if known and _same_storage(known, part) else StorageWeakRef(part.untyped_storage())
-        self._seen[p] = _Seen(_versions(p, part), storage, _layout(part), p.device, p.dtype, has_n, _fixed(group))
+        self._seen[p] = _Seen(_versions(p, part), storage, _layout(part), p.device, p.dtype, has_n)
 
     @staticmethod
     def _any_n(state: dict[str, Any]) -> bool:
@@ -265,7 +268,6 @@ class Shadow:
             and seen.version == _versions(p, part)
             and seen.device == p.device
             and seen.dtype == p.dtype
-            and seen.fixed == _fixed(group)
             and _same_storage(seen, part)
         )
 
@@ -283,7 +285,6 @@ class Shadow:
 
     def _take(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """raw <- inverse(p) at the elements where p differs from map(raw); the other elements keep their bits."""
-        self._check_fixed(group, p, name)
         self._follow(p)
         state = self.state[p]
         view, curve, part = self._views(p, group), self._curve(p, group), _shards.local(p)
@@ -299,20 +300,54 @@ class Shadow:
             self._invert_at(differs, p, state, view, curve, name)
         self._remember(p, group, self._any_n(state))
 
-    def _check_fixed(self, group: dict[str, Any], p: Tensor, name: str) -> None:
-        """Refuse an option that state was made under and that has another value now."""
-        seen = self._seen.get(p)
-        for option, then in zip(FIXED, seen.fixed if seen else (), strict=False):
-            if group[option] != then:
+    def _check_options(self) -> None:
+        """Refuse what a group has been given since it was added and what cannot be, or cannot change any more.
+
+        A look at values that are the same as at the last call is all that it costs in a step.
+        """
+        members = list(self._members())
+        for group in self.param_groups:
+            if callable(group["curved"]) or callable(group["beta"]):
+                self._resolve_callables(group, [(i, p, name) for g, i, p, name in members if g is group])
+        now = [
+            ({key: group[key] for key in SEL_DEFAULTS}, list(map(id, group["params"]))) for group in self.param_groups
+        ]
+        if now == self._checked:
+            return
+        for group in self.param_groups:
+            check_group(group)
+        for group, i, p, name in members:
+            state = self.state.get(p)
+            if not state or "from_adam" in state:
+                continue
+            curved, choice = "raw" in state, self._choice(group, i, p)
+            if choice != "matrices" and choice != curved:
+                was = "curved" if curved else "not curved"
                 raise ValueError(
-                    f"{option}={group[option]!r} in the group of parameter {name}, whose state was made with {option}={then!r} and "
-                    f"cannot be read otherwise; set it back, or build a new optimizer (it starts from the weights as they are)"
+                    f"curved={_own(group, 'curved', i)!r} in the group of parameter {name}, whose state was made {was} and cannot change; "
+                    "set it back, or build a new optimizer (it starts from the weights as they are)"
                 )
-        # A copy has seen nothing. There the shapes tell, and where combine is another the weights stay and raw follows.
-        if seen is None and (fault := _rule.state_fault(self.state[p], p.shape, group["batch_dims"], False)):
-            raise ValueError(
-                f"batch_dims={group['batch_dims']!r} in the group of parameter {name}, but {fault}; set it back"
-            )
+            if not curved:
+                continue
+            fixed = fixed_options(group, i)
+            for option, then in self._made.setdefault(p, fixed).items():
+                if fixed[option] != then:
+                    raise ValueError(
+                        f"{option}={fixed[option]!r} in the group of parameter {name}, whose state was made with {option}={then!r} and "
+                        f"cannot change; set it back, or build a new optimizer (it starts from the weights as they are)"
+                    )
+        self._checked = copy.deepcopy(now)
+
+    def _resolve_callables(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
+        """Groups hold plain values. A wrapper (ZeroRedundancyOptimizer) may put the callable back."""
+        if callable(group["curved"]):
+            group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
+        if callable(group["beta"]):
+            # Not asked about parameters that stay plain: it may count on a matrix.
+            group["beta"] = [
+                check_beta(group["beta"](name, p), name) if self._choice(group, i, p) else "auto"
+                for i, p, name in members
+            ]
 
     def _invert_at(self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str) -> None:
         shape = view.raw.value.shape
@@ -388,6 +423,7 @@ class Shadow:
             >>> bool((optimizer.raw(p) > raw).all())
             True
         """
+        self._check_options()
         if params is None:
             chosen = {id(p) for p in self.state if isinstance(p, Tensor) and "raw" in self.state[p]}
         else:
@@ -490,6 +526,7 @@ class Shadow:
             >>> print(SELAdam(model.named_parameters(), beta=12.5).describe().splitlines()[0])
             name    shape  curved      beta  mean slope  state bytes
         """
+        self._check_options()
         rows = [("name", "shape", "curved", "beta", "mean slope", "state bytes")]
         for group, i, p, name in self._members():
             shape = "x".join(map(str, p.shape)) or "scalar"
@@ -565,6 +602,7 @@ class Shadow:
 
         Source: arXiv:2607.09967, whose motivation is the heavy tail of trained weights and the relative size of their steps.
         """
+        self._check_options()
         found: list[tuple[str, dict[str, Tensor]]] = []
         for group, i, p, name in self._members():
             part = _shards.local(p)
@@ -574,7 +612,6 @@ class Shadow:
             if self._is_curved(group, i, p, name):
                 if not self._has_raw(p):
                     self._create(group, i, p, name)
-                self._check_fixed(group, p, name)
                 rms, last = self.state[p].get("initial_rms", 0.0), self._last_step(group, p)
                 found.append((name, _stats.measure(part, self._views(p, group), self._curve(p, group), rms, last)))
         return _stats.gather(found)
@@ -602,7 +639,7 @@ class Shadow:
             return "frozen" if not p.requires_grad else "on meta"
         if not p.is_floating_point():
             return f"no: {p.dtype}".replace("torch.", "")
-        choice = group["curved"][i] if isinstance(group["curved"], list) else group["curved"]
+        choice = _own(group, "curved", i)
         if choice == "matrices":
             return f"no: rms > {LARGEST_CURVED_RMS}" if p.dim() >= 2 else f"no: {p.dim()}-D"
         return "no: group" if choice in ("none", False) else "no: plain state"
@@ -628,8 +665,14 @@ def differing(weight: Tensor, mapped: Tensor) -> Tensor:
     return ~(same | (near & mapped.isfinite()))
 
 
-def _fixed(group: dict[str, Any]) -> tuple[Any, ...]:
-    return group["combine"], group["batch_dims"]
+def _own(group: dict[str, Any], option: str, i: int) -> Any:
+    """An option's value for one parameter: curved and beta may hold one a parameter."""
+    return group[option][i] if isinstance(group[option], list) else group[option]
+
+
+def fixed_options(group: dict[str, Any], i: int) -> dict[str, Any]:
+    """The options of one parameter that its state is made under."""
+    return {option: copy.copy(_own(group, option, i)) for option in FIXED}
 
 
 def _layout(p: Tensor) -> tuple[Any, ...]:
