@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule, _shards
-from ._options import SEL_DEFAULTS, check_group, device_scale_rates, near_names, scale_rates
+from ._options import EXECUTION, SEL_DEFAULTS, check_group, device_scale_rates, near_names, scale_rates
 from ._shadow import FIXED, Shadow, differing, fixed_options
 from .convert import as_step, check_layout
 from .init import shrink
 
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
-
-EXECUTION = {"foreach", "capturable", "differentiable", "fused"}
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -67,7 +65,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         raise NotImplementedError
 
     def _check_saved_group(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """What can be wrong with the subclass's own options."""
 
     def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
         raise NotImplementedError
@@ -153,21 +151,6 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         except BaseException:
             self.param_groups.pop()
             raise
-
-    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
-        """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
-        if group["differentiable"]:
-            raise ValueError(
-                f"differentiable=True is not supported by {type(self).__name__}; "
-                "seloptim.transform differentiates through steps, with torchopt"
-            )
-        for p, name in candidates:
-            self._refuse_shards(group, p, name)
-            if p.dim() < group["batch_dims"]:
-                raise ValueError(
-                    f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
-                    "put it into a group with fewer batch_dims"
-                )
 
     def _refuse_flat_groups(self) -> None:
         """A wrapper may put one flat part of a group's parameters in the place of them all (DeepSpeed's ZeRO does).
@@ -407,7 +390,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             return  # torch's own error says so
         _check_names(self.param_groups, groups)
         members = self._members()
-        for live, saved in zip(self.param_groups, groups, strict=True):
+        for number, (live, saved) in enumerate(zip(self.param_groups, groups, strict=True)):
             version = saved.get("sel_format", FORMAT)
             if not isinstance(version, int) or version > FORMAT:
                 raise ValueError(
@@ -416,9 +399,12 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             merged = _merged(live, saved)
             check_group(merged)
             self._check_saved_group(merged)
+            candidates = []
             for saved_id in saved["params"]:
-                _, _, p, name = next(members)
+                _, i, p, name = next(members)
                 state = state_dict["state"].get(saved_id)
+                if self._choice(merged, i, p):
+                    candidates.append((p, name))
                 if not state:
                     continue
                 if any(map(_shards.is_sharded, state.values())) and not _shards.is_sharded(p):
@@ -434,6 +420,10 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                         f"parameter {name} has shape {tuple(p.shape)}, but {reason}: "
                         "the state belongs to another model, another order of parameters or another optimizer"
                     )
+            try:
+                self._refuse(merged, candidates)
+            except (ValueError, RuntimeError, ImportError) as error:
+                raise type(error)(f"{error} (in the saved group {number}: change it there before loading)") from error
 
     @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
@@ -518,7 +508,7 @@ def _names(groups: list[dict[str, Any]]) -> list[str] | None:
 def _merged(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group's options over the live group's. What belongs to the live optimizer stays: parameters, their names,
     and, where another optimizer saved the group, how steps are executed."""
-    own = {"params", "param_names"} | (set() if "sel_format" in saved else EXECUTION)
+    own = {"params", "param_names"} | (set() if "sel_format" in saved else set(EXECUTION))
     kept = {key: value for key, value in live.items() if key in own or key not in saved}
     return {**saved, **kept, "sel_format": FORMAT}
 

@@ -29,6 +29,9 @@ SEL_DEFAULTS: dict[str, Any] = {
 }
 
 
+EXECUTION = ("foreach", "capturable", "differentiable", "fused")
+
+
 CHOICES = {
     "combine": ("mismatched", "congruent"),
     "init": ("preserve", "mismatched"),

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _rule, _shards, _stats
-from ._options import SEL_DEFAULTS, check_beta, check_group, learned_kinds
+from ._options import EXECUTION, SEL_DEFAULTS, check_beta, check_group, learned_kinds
 from ._rule import KINDS, Curve, Views
 from .init import LARGEST_CURVED_RMS, _rms, choose_beta
 
@@ -309,8 +309,9 @@ class Shadow:
         for group in self.param_groups:
             if callable(group["curved"]) or callable(group["beta"]):
                 self._resolve_callables(group, [(i, p, name) for g, i, p, name in members if g is group])
+        options = (*SEL_DEFAULTS, *EXECUTION)
         now = [
-            ({key: group[key] for key in SEL_DEFAULTS}, list(map(id, group["params"]))) for group in self.param_groups
+            ({key: group.get(key) for key in options}, list(map(id, group["params"]))) for group in self.param_groups
         ]
         if now == self._checked:
             return
@@ -336,10 +337,27 @@ class Shadow:
                         f"{option}={fixed[option]!r} in the group of parameter {name}, whose state was made with {option}={then!r} and "
                         f"cannot change; set it back, or build a new optimizer (it starts from the weights as they are)"
                     )
+        for group in self.param_groups:
+            self._refuse(group, [(p, name) for g, i, p, name in members if g is group and self._choice(group, i, p)])
         self._checked = copy.deepcopy(now)
 
+    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
+        """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
+        if group["differentiable"]:
+            raise ValueError(
+                f"differentiable=True is not supported by {type(self).__name__}; "
+                "seloptim.transform differentiates through steps, with torchopt"
+            )
+        for p, name in candidates:
+            self._refuse_shards(group, p, name)
+            if p.dim() < group["batch_dims"]:
+                raise ValueError(
+                    f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
+                    "put it into a group with fewer batch_dims"
+                )
+
     def _resolve_callables(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
-        """Groups hold plain values. A wrapper (ZeroRedundancyOptimizer) may put the callable back."""
+        """Groups hold plain values, also where somebody puts a callable into one later."""
         if callable(group["curved"]):
             group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
         if callable(group["beta"]):

@@ -214,9 +214,6 @@ class Curved(SELOptimizer):
                 )
         super()._check_incoming(state_dict)
 
-    def _check_saved_group(self, group: dict[str, Any]) -> None:
-        self._make([{**_inner_options(group), "params": [torch.zeros(1, 1)]}])
-
     def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
         return _rule.state_fault(state, p.shape, batch_dims, raw_has_moments=False) if "raw" in state else None
 

@@ -950,7 +950,7 @@ def test_an_option_may_change_as_long_as_there_is_no_state() -> None:
     optimizer.step()
     optimizer.param_groups[0].update(beta=6.0, structure="row")
     assert optimizer.beta(late) == 6.0 and optimizer.scales(late)["e"][1].shape == (1, 1)
-    optimizer.param_groups[0].update(beta=lambda name, p: 6.0)  # as ZeroRedundancyOptimizer puts it back
+    optimizer.param_groups[0].update(beta=lambda name, p: 6.0)  # resolved as in a group that is added
     optimizer.step()
     assert optimizer.param_groups[0]["beta"] == [6.0]
 
