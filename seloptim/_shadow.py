@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import _rule, _shards, _stats
 from ._options import EXECUTION, SEL_DEFAULTS, check_beta, check_group, learned_kinds
 from ._rule import KINDS, Curve, Views
-from .init import LARGEST_CURVED_RMS, _rms, choose_beta
+from .init import LARGEST_CURVED_RMS, NO_VALUES, _rms, calibrate_beta
 
 logger = logging.getLogger("seloptim")
 
@@ -107,7 +107,7 @@ class Shadow:
         choice = _own(group, "beta", i)
         if isinstance(choice, str):
             try:
-                return choose_beta(p.detach(), choice, group["batch_dims"])
+                return calibrate_beta(p.detach(), choice, group["batch_dims"])
             except ValueError as error:
                 raise ValueError(f"parameter {name}: {error}") from error
         return float(choice)
@@ -119,6 +119,8 @@ class Shadow:
     def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """State for a curved parameter from its present value; ValueError with its name where that cannot be."""
         self._refuse_shards(group, p, name)
+        if p.is_meta:
+            raise ValueError(f"parameter {name}: weights {NO_VALUES}")
         beta = self._resolve_beta(group, i, p, name)
         state: dict[str, Any] = self._on_every_rank(
             p,
@@ -189,7 +191,9 @@ class Shadow:
         if not self._is_curved(group, i, p, name):
             raise KeyError(f"parameter {name} is not curved; named_curved() lists those that are")
         if p.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device and has no values yet")
+            raise ValueError(
+                f"parameter {name} is on the meta device and has no values yet; materialise it before (to_empty)"
+            )
         if not _shards.is_sharded(p):  # its ranks take edits in together, in step() and state_dict()
             self._settle(group, i, p, name)
         return group, self.state[p]

@@ -588,13 +588,18 @@ def test_weights_are_the_map_of_raw_after_every_step(
             assert ((p >= (formula - slack).to(dtype)) & (p <= (formula + slack).to(dtype))).all()
 
 
-@pytest.mark.parametrize("rule", ["auto", "width"])
-def test_mismatched_initialisation_is_the_functions(rule: str) -> None:
-    ours, theirs = make(SHAPES[:3]), make(SHAPES[:3])
-    optimizer = SELAdam(ours, init="mismatched", beta=rule)
-    betas = [init.calibrate_beta(p, rule) for p in theirs]
+@pytest.mark.parametrize("rule", [("auto",), ("width",), ()])
+def test_mismatched_initialisation_is_the_functions(rule: Any) -> None:
+    """By default too. The second matrix is larger than its shape suggests."""
+    shapes = [(40, 30), (900, 2), (3, 2, 2, 2)]
+    ours, theirs = (
+        [p for size, s in zip((0.1, 0.4, 0.1), shapes, strict=True) for p in make([s], size=size)] for _ in "ab"
+    )
+    optimizer = SELAdam(ours, init="mismatched", **dict(zip(["beta"], rule, strict=False)))
+    betas = [init.calibrate_beta(p, *rule) for p in theirs]
+    assert betas[1] == pytest.approx(1.1 / 0.4, rel=0.2)
     for p, q, beta in zip(ours, theirs, betas, strict=True):
-        init.mismatched_(q.data, rule)
+        init.mismatched_(q.data, *rule)
         same(p, q)
         assert optimizer.beta(p) == beta  # resolved before the weights shrank
     assert optimizer.param_groups[0]["curved"] == [True] * 3
@@ -675,6 +680,13 @@ def test_a_beta_without_inverse_is_refused_by_name_and_nothing_moves(foreach: bo
 
 
 P = [(3, 3)]
+
+
+def stepped(p: nn.Parameter, **options: Any) -> None:
+    p.grad = torch.ones_like(p)
+    SELAdam([("w", p)], **options).step()
+
+
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: SELAdam(make(P), beta=(0.9, 0.999)), ValueError,  # type: ignore[arg-type]
      r"beta is the curvature, one number, got \(0\.9, 0\.999\); did you mean betas=\(0\.9, 0\.999\)\?"),
@@ -735,7 +747,10 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: (o := SELAdam(make([(3,)]))).raw(o.param_groups[0]["params"][0]), KeyError,
      r"parameter 0\.0 is not curved; named_curved\(\) lists those that are"),
     (lambda: (o := SELAdam([nn.Parameter(torch.empty(2, 2, device="meta"))])).beta(o.param_groups[0]["params"][0]), ValueError,
-     r"parameter 0\.0 is on the meta device and has no values yet"),
+     r"parameter 0\.0 is on the meta device and has no values yet; materialise it"),
+    *((lambda beta=beta: stepped(nn.Parameter(torch.empty(2, 2, device="meta")), beta=beta), ValueError,
+       r"parameter w: weights on the meta device, which have no values: materialise them before \(to_empty")
+      for beta in ("auto", "width", 3.0)),
 ]  # fmt: skip
 
 
@@ -774,7 +789,7 @@ def test_large_embeddings_are_left_alone_and_said_once(caplog: pytest.LogCapture
 @pytest.mark.parametrize("size", [0.9, 2.0, 0.5])
 @pytest.mark.parametrize("how", ["group", "all", "callable"])
 def test_asked_for_it_is_curved_with_a_small_beta(how: str, size: float, rule: str) -> None:
-    """Guard: init.choose_beta, for the rule "width", whose 2.81 for this shape is the larger one."""
+    """Guard: init.calibrate_beta, for the rule "width", whose 2.81 for this shape is the larger one."""
     p = nn.Parameter(mixed(200, 8, size=1.0))
     p.data.mul_(size / init._rms(p))
     group: Any = {"group": [{"params": [p], "curved": True}]}.get(how, [p])
