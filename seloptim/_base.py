@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,18 +12,16 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule, _shards
 from ._options import EXECUTION, SEL_DEFAULTS, check_group, device_scale_rates, near_names, scale_rates
-from ._shadow import FIXED, Shadow, differing, fixed_options
+from ._shadow import FIXED, Method, Shadow, differing, fixed_options, unrecorded
 from .convert import as_step, check_layout
 from .init import shrink
 
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
-
-def _not_traced(method: _Method) -> _Method:
+def _not_traced(method: Method) -> Method:
     """torch.compiler.disable, whose own type loses the method's."""
-    return cast(_Method, torch.compiler.disable(method))
+    return cast(Method, torch.compiler.disable(method))
 
 
 class SELOptimizer(Shadow, torch.optim.Optimizer):
@@ -170,7 +168,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                     "torch.distributed.fsdp.fully_shard or DistributedDataParallel, or curved='none' in its group for plain Adam"
                 )
 
-    @torch.no_grad()
+    @unrecorded
     def _shrink(self, groups: list[dict[str, Any]]) -> None:
         """The mismatched initialisation. What depends on the weights is decided before it, since it changes them."""
         groups = [group for group in groups if group["init"] == "mismatched"]
@@ -199,7 +197,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
 
     # Versions, storages and the native kernel are no graph: traced, edits are seen where there are none. A compiled caller calls it.
     @_not_traced
-    @torch.no_grad()
+    @unrecorded
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimization step.
 
@@ -271,7 +269,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             self._step_plain(group, params)
         return loss
 
-    @torch.no_grad()
+    @unrecorded
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch.optim.Optimizer.state_dict: tensors and plain numbers, under the names of docs/math.md.
 
@@ -370,7 +368,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         try:
             for live, group in zip(held[1], self.param_groups, strict=True):
                 group.update(_merged(live, group))
-            self._reinstall(incoming)
+            unrecorded(self._reinstall)(incoming)
         except BaseException:
             self.state, self.param_groups, self._seen, self._made = held
             raise
@@ -425,7 +423,6 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             except (ValueError, RuntimeError, ImportError) as error:
                 raise type(error)(f"{error} (in the saved group {number}: change it there before loading)") from error
 
-    @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
         """Copies of the saved tensors in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
         saved_ids = [(k, "sel_format" in group) for group in incoming["param_groups"] for k in group["params"]]

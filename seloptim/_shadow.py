@@ -6,11 +6,12 @@ values decide.
 """
 
 import copy
+import functools
 import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -27,8 +28,20 @@ logger = logging.getLogger("seloptim")
 # Options that count when a state is made, and may not change behind it.
 FIXED = ("combine", "init", "beta", "structure", "batch_dims", "scale_init", "residual_rank")
 _Made = TypeVar("_Made")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
+
+
+def unrecorded(method: Method) -> Method:
+    """No graph, and no inference mode either: a step could not write to state that was made, or moved, in one."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(Method, run)
 
 
 class _Seen(NamedTuple):
@@ -421,7 +434,7 @@ class Shadow:
         state[first].copy_(state[first].new_tensor([start[kind] for kind in KINDS]))
         state["raw"].copy_(raw.view_as(state["raw"]))
 
-    @torch.no_grad()
+    @unrecorded
     def resync(self, params: Iterable[Tensor] | None = None) -> None:
         """Take parameters as they are now: raw is recomputed where p differs from map(raw).
 
@@ -459,7 +472,7 @@ class Shadow:
 
     # -------------------------------------------------------------------------------------------------- what users read
 
-    @torch.no_grad()
+    @unrecorded
     def raw(self, p: Tensor) -> Tensor:
         """The raw weights behind `p`, of p's shape, in the state's dtype: the live state, not a copy.
 
@@ -475,7 +488,7 @@ class Shadow:
         """
         return self._ensure(p)[1]["raw"]
 
-    @torch.no_grad()
+    @unrecorded
     def scales(self, p: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """kind -> (row, col), each shaped to broadcast to `p`: scale = row * col. A factor that the structure lacks is one.
 
@@ -508,7 +521,7 @@ class Shadow:
 
         return {kind: (whole("scale_row", k, True), whole("scale_col", k, False)) for k, kind in enumerate(KINDS)}
 
-    @torch.no_grad()
+    @unrecorded
     def beta(self, p: Tensor) -> float:
         """The curvature of `p`, fixed when its state was created. Raises: as raw().
 
@@ -536,7 +549,7 @@ class Shadow:
             if self._is_curved(group, i, p, name):
                 yield name, p
 
-    @torch.no_grad()
+    @unrecorded
     def describe(self) -> str:
         """A table of every parameter: shape, curved or why not, beta, mean slope, bytes of state. Print it before training.
 
@@ -573,7 +586,7 @@ class Shadow:
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
 
-    @torch.no_grad()
+    @unrecorded
     def stats(self) -> dict[str, float]:
         """What the curvature does to each curved parameter, as numbers for any logger; the values are read in one device sync.
 

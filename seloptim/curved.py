@@ -217,7 +217,6 @@ class Curved(SELOptimizer):
     def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
         return _rule.state_fault(state, p.shape, batch_dims, raw_has_moments=False) if "raw" in state else None
 
-    @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
         super()._reinstall(incoming)
         saved_ids = [k for group in incoming["param_groups"] for k in group["params"]]

@@ -333,6 +333,19 @@ def test_options_are_read_from_the_group_at_each_step(option: str, value: Any, f
         assert not torch.equal(a, c)
 
 
+@both
+def test_amsgrad_may_begin_later(foreach: bool) -> None:
+    """For plain parameters as for curved ones: from a maximum of 0. Guard: SELAdam._settle_plain."""
+    (curved, plain), (alone,) = make([(4, 3), (5,)]), make([(4, 3)])
+    optimizer, other = SELAdam([curved, plain], foreach=foreach), SELAdam([alone], foreach=foreach)
+    for amsgrad in (False, True):
+        for each, params in ((optimizer, [curved, plain]), (other, [alone])):
+            each.param_groups[0]["amsgrad"] = amsgrad
+            train(each, params, 2)
+    same(curved, alone)
+    assert bool(optimizer.state[plain]["max_exp_avg_sq"].any())
+
+
 def test_betas_may_come_back_as_a_list() -> None:
     """Contract 15. Guard: `list` in _check_betas, and `_hyper`, which unpacks what it finds."""
     model = curved_model()
