@@ -274,7 +274,12 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         """The state, as torch.optim.Optimizer.state_dict: tensors and plain numbers, under the names of docs/math.md.
 
         State that does not exist yet is created, for every parameter that requires grad and has values, and edits that can be
-        seen (`check_edits`) are taken into it: what is saved is the model as it is.
+        seen (`check_edits`) are taken into it: what is saved is the model as it is. A parameter without a gradient
+        of which that cannot be (its weights are not finite, or have no inverse) is saved with the state that it has, if any, and
+        the log names it.
+
+        Raises:
+            ValueError: the same of a parameter with a gradient, by name; options that changed in a group, as step().
 
         Example:
             >>> from seloptim import SELAdam
@@ -287,10 +292,16 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         for group, i, p, name in self._members():
             if p.is_meta or not (p.requires_grad or self._has_raw(p)):
                 continue
-            if self._is_curved(group, i, p, name):
-                self._settle(group, i, p, name)
-            else:
-                self._settle_plain(group, p)
+            try:
+                if self._is_curved(group, i, p, name):
+                    self._settle(group, i, p, name)
+                else:
+                    self._settle_plain(group, p)
+            except ValueError as error:
+                if p.grad is not None:
+                    raise
+                # No step asks for it, and what all others have learned must not be lost with it.
+                self._log_once(f"{error}; it is saved {'as it was before' if self.state.get(p) else 'without a state'}")
         self._forget_replaced()
         return super().state_dict()
 

@@ -127,6 +127,34 @@ def test_an_error_before_the_first_write_leaves_everything() -> None:
     same(optimizer.state_dict(), before[1])
 
 
+@pytest.mark.parametrize("fault", ["nan", "no inverse", "edited"])
+def test_a_parameter_that_cannot_have_a_state_does_not_keep_the_others_from_being_saved(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No step asks for the unused one. Guard: SELOptimizer.state_dict saves what there is."""
+    p = nn.Parameter(mixed(4, 4, size=0.1, dtype=torch.float32).abs())
+    q = nn.Parameter(torch.full((4, 4), math.nan if fault == "nan" else -0.1))
+    optimizer = SELAdam([("p", p), ("unused", q)], beta=0.5 if fault == "no inverse" else 3.0)
+    p.grad = torch.ones_like(p)
+    if fault == "edited":
+        q.grad = torch.ones_like(q)
+    optimizer.step()
+    q.grad = None
+    raw = optimizer.state[q]["raw"].clone() if fault == "edited" else None
+    if fault == "edited":
+        q.data = torch.full((4, 4), math.nan)
+    saved = through_file(optimizer.state_dict())
+    assert [record.message[:18] for record in caplog.records] == [
+        "parameter unused: " if fault != "edited" else "parameter unused w"
+    ]
+    assert torch.equal(saved["state"][0]["raw"], optimizer.raw(p)) and float(saved["state"][0]["step"]) == 1
+    assert 1 not in saved["state"] if raw is None else torch.equal(saved["state"][1]["raw"], raw)
+    optimizer.step()
+    q.grad = torch.ones_like(q)
+    with pytest.raises(ValueError, match="parameter unused"):
+        optimizer.step()
+
+
 def test_a_complex_parameter_under_fused_is_refused_before_anything_moves() -> None:
     """In torch's words. Guard: SELAdam._refuse_step; torch's kernel fails behind the curved parameters' step."""
     p, spectrum = (nn.Parameter(torch.full((2, 2), 0.1, dtype=dtype)) for dtype in (torch.float32, torch.complex64))
