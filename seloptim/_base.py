@@ -16,6 +16,8 @@ from ._shadow import FIXED, Method, Shadow, differing, fixed_options, unrecorded
 from .convert import as_step, check_layout
 from .init import shrink
 
+NUMBERS = ("beta", "mean_slope", "initial_rms")  # in a state
+
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
 
 
@@ -447,7 +449,11 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 continue
             state, dtype = self.state[p], _rule.state_dtype(p.dtype)
             for key, value in saved.items():
-                if isinstance(value, Tensor) and key != "step":
+                if key in NUMBERS:
+                    state[key] = float(
+                        value
+                    )  # a checkpoint that holds tensors alone made one of it, and torch cast that
+                elif isinstance(value, Tensor) and key != "step":
                     placed = _shards.placed(p, key, value.detach(), group["batch_dims"], group["structure"])
                     state[key] = placed.to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)
             state["step"] = as_step(saved["step"]).to(self._counter_device(group, p))
