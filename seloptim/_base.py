@@ -250,6 +250,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         for group, _, p, name in with_grad:
             self._refuse_step(group, p, name)
         self._agree_on_edits((group, p) for group, _, p, _ in with_grad)
+        known = len(self.state)
         for group, i, p, name in with_grad:
             kind = plain
             if self._is_curved(group, i, p, name):
@@ -260,8 +261,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             if not kind or kind[-1][0] is not group:
                 kind.append((group, []))
             kind[-1][1].append(p)
-        here = {p for _, _, p, _ in members}
-        if any(p not in here for p in self.state):
+        if len(self.state) > known:
             self._forget_replaced()
         if self._only_creates(with_grad):
             return loss
@@ -291,6 +291,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         """
         self._check_options()
         self._agree_on_edits((group, p) for group, _, p, _ in self._members())
+        known = len(self.state)
         for group, i, p, name in self._members():
             if p.is_meta or not (p.requires_grad or self._has_raw(p)):
                 continue
@@ -304,11 +305,19 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                     raise
                 # No step asks for it, and what all others have learned must not be lost with it.
                 self._log_once(f"{error}; it is saved {'as it was before' if self.state.get(p) else 'without a state'}")
-        self._forget_replaced()
-        return super().state_dict()
+        if len(self.state) > known:
+            self._forget_replaced()
+        here = {p for _, _, p, _ in self._members()}
+        # torch's own would end in a KeyError at what no group holds. It may come back.
+        aside = {p: self.state.pop(p) for p in list(self.state) if isinstance(p, Tensor) and p not in here}
+        try:
+            return super().state_dict()
+        finally:
+            self.state.update(aside)
 
     def _forget_replaced(self) -> None:
-        """Drop the state of tensors that no group holds any more: trainers exchange parameters when they shard or move a model."""
+        """Drop the state of tensors that no group holds any more, as others begin: trainers exchange parameters when they shard or
+        move a model. A group that was only taken out comes back to its state."""
         here = {p for _, _, p, _ in self._members()}
         trained = 0
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in here]:

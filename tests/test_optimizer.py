@@ -1061,6 +1061,21 @@ def test_replaced_parameters_that_were_trained_are_forgotten_with_a_warning() ->
     optimizer.state_dict()
 
 
+def test_a_group_that_was_taken_out_comes_back_to_its_state() -> None:
+    """It is not saved meanwhile. Guard: SELOptimizer.step drops states only as new ones begin; state_dict hides them."""
+    params, other = make([(4, 3), (4, 3)]), make([(4, 3), (4, 3)])
+    optimizer, steady = (SELAdam([{"params": [p]} for p in both_of]) for both_of in (params, other))
+    train(optimizer, params, 2)
+    group = optimizer.param_groups.pop()
+    train(optimizer, params[:1], 2)
+    assert list(optimizer.state_dict()["state"]) == [0]
+    optimizer.param_groups.append(group)
+    train(optimizer, params, 2)
+    train(steady, other, 2)
+    train(steady, other, 2)
+    same(params[1], other[1])
+
+
 # ---------------------------------------------------------------------------------------------------------- state and copies
 
 
