@@ -74,7 +74,7 @@ def choices():
     """How beta follows from a tensor's size, and how the scales' learning rates go over training."""
     figure, (left, right) = panels(2, 4.0)
     rms = torch.logspace(-3, 0, 300, dtype=torch.float64)
-    betas = torch.tensor([calibrate_beta(torch.full((2, 2), float(r), dtype=torch.float64)) for r in rms])
+    betas = torch.tensor([calibrate_beta(torch.full((2, 2), float(r), dtype=torch.float64), "auto") for r in rms])
     left.loglog(rms, betas, color=BLUE, label='beta under "auto"')
     left.loglog(rms, betas * rms, color=ORANGE, linestyle="--", label="beta * rms")
     left.set(xlabel="rms of the initial weights", title='beta="auto"')

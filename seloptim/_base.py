@@ -4,34 +4,32 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule, _shards
-from ._options import SEL_DEFAULTS, check_beta, check_group, device_scale_rates, near_names, scale_rates
-from ._shadow import Shadow, differing
+from ._options import EXECUTION, SEL_DEFAULTS, check_group, device_scale_rates, near_names, scale_rates
+from ._shadow import FIXED, Method, Shadow, differing, fixed_options, unrecorded
 from .convert import as_step, check_layout
 from .init import shrink
 
+NUMBERS = ("beta", "mean_slope", "initial_rms")  # in a state
+
 FORMAT = 1  # of the saved state; stored in every group as "sel_format"
 
-EXECUTION = {"foreach", "capturable", "differentiable", "fused"}
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
-
-
-def _not_traced(method: _Method) -> _Method:
+def _not_traced(method: Method) -> Method:
     """torch.compiler.disable, whose own type loses the method's."""
-    return cast(_Method, torch.compiler.disable(method))
+    return cast(Method, torch.compiler.disable(method))
 
 
 class SELOptimizer(Shadow, torch.optim.Optimizer):
     """Groups, steps and saved states of an optimizer of raw weights; a subclass moves them."""
 
-    _had_matrices: list[bool]  # for each group, as it was added
+    _shapes: set[tuple[int, ...]]  # of every parameter that was ever added
     _constructing = False  # True while torch's constructor adds the groups: weights wait until all have been checked
 
     def __init__(self, params: Any, defaults: dict[str, Any]) -> None:
@@ -41,9 +39,9 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             )
         defaults = {**defaults, "sel_format": FORMAT}
         check_group({**defaults, "params": []})
-        self._seen = {}
+        self._seen, self._made = {}, {}
         self._warned = set()
-        self._had_matrices = []
+        self._shapes = set()
         self._constructing = True
         super().__init__(params, defaults)
         del self._constructing
@@ -67,7 +65,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         raise NotImplementedError
 
     def _check_saved_group(self, group: dict[str, Any]) -> None:
-        raise NotImplementedError
+        """What can be wrong with the subclass's own options."""
 
     def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
         raise NotImplementedError
@@ -145,49 +143,34 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for _, p, name in members:
                 _refuse_flattened(p, name)
             check_group(group)
-            if callable(group["curved"]):
-                group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
-            if callable(group["beta"]):
-                # Not asked about parameters that stay plain: it may count on a matrix.
-                group["beta"] = [
-                    check_beta(group["beta"](name, p), name) if self._choice(group, i, p) else "auto"
-                    for i, p, name in members
-                ]
+            self._resolve_callables(group, members)
             self._refuse(group, [(p, name) for i, p, name in members if self._choice(group, i, p)])
             if not self._constructing:
                 self._shrink([group])
-            self._had_matrices.append(any(p.dim() >= 2 for _, p, _ in members))
+            self._shapes.update(tuple(p.shape) for _, p, _ in members)
         except BaseException:
             self.param_groups.pop()
             raise
 
-    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
-        """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
-        if group["differentiable"]:
-            raise ValueError(
-                f"differentiable=True is not supported by {type(self).__name__}; "
-                "seloptim.transform differentiates through steps, with torchopt"
-            )
-        for p, name in candidates:
-            self._refuse_shards(group, p, name)
-            if p.dim() < group["batch_dims"]:
-                raise ValueError(
-                    f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
-                    "put it into a group with fewer batch_dims"
-                )
-
     def _refuse_flat_groups(self) -> None:
-        """A wrapper may put flat parts of all of a group's parameters in their place (DeepSpeed's ZeRO does)."""
-        for g, (had_matrices, group) in enumerate(zip(self._had_matrices, self.param_groups, strict=False)):
-            flat = [p for p in group["params"] if p.dim() < 2]
-            if had_matrices and flat and len(flat) == len(group["params"]) and group["curved"] not in ("none", False):
+        """A wrapper may put one flat part of a group's parameters in the place of them all (DeepSpeed's ZeRO does).
+
+        A vector that was popped, moved to another group or exchanged for its like has a shape that was added.
+        """
+        for group, _, p, name in self._members():
+            curved = group["curved"]
+            plain = not any(curved) if isinstance(curved, list) else curved in ("none", False)
+            if p.dim() != 1 or plain or tuple(p.shape) in self._shapes:
+                continue
+            here = {tuple(q.shape) for _, _, q, _ in self._members()}
+            if gone := [shape for shape in self._shapes - here if len(shape) > 1]:
                 raise ValueError(
-                    f"group {g} had matrices when it was added and holds only flat vectors now, as DeepSpeed's ZeRO leaves them: "
-                    "without rows and columns there are no scales; use torch.distributed.fsdp.fully_shard or "
-                    "DistributedDataParallel, or curved='none' for plain Adam"
+                    f"parameter {name} is a flat vector of {p.numel()} elements that was not added, and matrices that were are gone (of "
+                    f"shape {gone[0]}), as DeepSpeed's ZeRO leaves a group: without rows and columns there are no scales; use "
+                    "torch.distributed.fsdp.fully_shard or DistributedDataParallel, or curved='none' in its group for plain Adam"
                 )
 
-    @torch.no_grad()
+    @unrecorded
     def _shrink(self, groups: list[dict[str, Any]]) -> None:
         """The mismatched initialisation. What depends on the weights is decided before it, since it changes them."""
         groups = [group for group in groups if group["init"] == "mismatched"]
@@ -216,7 +199,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
 
     # Versions, storages and the native kernel are no graph: traced, edits are seen where there are none. A compiled caller calls it.
     @_not_traced
-    @torch.no_grad()
+    @unrecorded
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimization step.
 
@@ -263,9 +246,11 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                     f"{type(self).__name__} does not support sparse gradients (parameter {name}), please consider SparseAdam instead"
                 )
         self._refuse_flat_groups()
+        self._check_options()
         for group, _, p, name in with_grad:
             self._refuse_step(group, p, name)
         self._agree_on_edits((group, p) for group, _, p, _ in with_grad)
+        known = len(self.state)
         for group, i, p, name in with_grad:
             kind = plain
             if self._is_curved(group, i, p, name):
@@ -276,8 +261,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             if not kind or kind[-1][0] is not group:
                 kind.append((group, []))
             kind[-1][1].append(p)
-        here = {p for _, _, p, _ in members}
-        if any(p not in here for p in self.state):
+        if len(self.state) > known:
             self._forget_replaced()
         if self._only_creates(with_grad):
             return loss
@@ -287,12 +271,17 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             self._step_plain(group, params)
         return loss
 
-    @torch.no_grad()
+    @unrecorded
     def state_dict(self) -> dict[str, Any]:
         """The state, as torch.optim.Optimizer.state_dict: tensors and plain numbers, under the names of docs/math.md.
 
         State that does not exist yet is created, for every parameter that requires grad and has values, and edits that can be
-        seen (`check_edits`) are taken into it: what is saved is the model as it is.
+        seen (`check_edits`) are taken into it: what is saved is the model as it is. A parameter without a gradient
+        of which that cannot be (its weights are not finite, or have no inverse) is saved with the state that it has, if any, and
+        the log names it.
+
+        Raises:
+            ValueError: the same of a parameter with a gradient, by name; options that changed in a group, as step().
 
         Example:
             >>> from seloptim import SELAdam
@@ -300,24 +289,41 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             >>> sorted(optimizer.state_dict()["state"][0])[:4]
             ['beta', 'exp_avg', 'exp_avg_sq', 'initial_rms']
         """
+        self._check_options()
         self._agree_on_edits((group, p) for group, _, p, _ in self._members())
+        known = len(self.state)
         for group, i, p, name in self._members():
             if p.is_meta or not (p.requires_grad or self._has_raw(p)):
                 continue
-            if self._is_curved(group, i, p, name):
-                self._settle(group, i, p, name)
-            else:
-                self._settle_plain(group, p)
-        self._forget_replaced()
-        return super().state_dict()
+            try:
+                if self._is_curved(group, i, p, name):
+                    self._settle(group, i, p, name)
+                else:
+                    self._settle_plain(group, p)
+            except ValueError as error:
+                if p.grad is not None:
+                    raise
+                # No step asks for it, and what all others have learned must not be lost with it.
+                self._log_once(f"{error}; it is saved {'as it was before' if self.state.get(p) else 'without a state'}")
+        if len(self.state) > known:
+            self._forget_replaced()
+        here = {p for _, _, p, _ in self._members()}
+        # torch's own would end in a KeyError at what no group holds. It may come back.
+        aside = {p: self.state.pop(p) for p in list(self.state) if isinstance(p, Tensor) and p not in here}
+        try:
+            return super().state_dict()
+        finally:
+            self.state.update(aside)
 
     def _forget_replaced(self) -> None:
-        """Drop the state of tensors that no group holds any more: trainers exchange parameters when they shard or move a model."""
+        """Drop the state of tensors that no group holds any more, as others begin: trainers exchange parameters when they shard or
+        move a model. A group that was only taken out comes back to its state."""
         here = {p for _, _, p, _ in self._members()}
         trained = 0
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in here]:
             trained += float(self.state.pop(p).get("step", 0)) > 0
             self._seen.pop(p, None)
+            self._made.pop(p, None)
         if trained:
             warnings.warn(
                 f"{trained} parameters that had been trained were replaced in the groups by other tensors; the new ones start with "
@@ -329,7 +335,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         """Load a state that `state_dict` returned, bit for bit, whatever the parameters' dtype.
 
         The raw weights are authoritative: a parameter that differs from their map is set to it, with a warning. Change
-        weights after loading the optimizer, not before.
+        weights after loading the optimizer, not before. As in torch the saved groups' options replace the live ones; the
+        log says where a state was made under others than the optimizer was built with.
 
         Raises:
             ValueError: groups, shapes or keys that do not fit; nothing has changed then.
@@ -344,16 +351,25 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             check_layout(state_dict)
         # Runs behind the user's pre-hooks, whose result is what must be loaded.
         handle = self.register_load_state_dict_pre_hook(_keep_incoming)
+        built = [{option: group[option] for option in FIXED if option != "init"} for group in self.param_groups]
         try:
             super().load_state_dict(state_dict)
         finally:
             handle.remove()
             self.__dict__.pop("_incoming", None)
+        for mine, group in zip(built, self.param_groups, strict=True):
+            for option, was in mine.items():
+                # Lists hold what callables and the mismatched initialisation made of the weights of then.
+                if was != group[option] and not isinstance(was, list) and not isinstance(group[option], list):
+                    self._log_once(
+                        f"the loaded state goes on with the {option}={group[option]!r} that it was made under; this optimizer was built "
+                        f"with {option}={was!r}"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         # torch leaves the hooks out. All of __dict__ would be too much: schedulers put a patched step there.
         hooks = {key: value for key, value in self.__dict__.items() if key.endswith("_hooks")}
-        ours = {"_warned": self._warned, "_had_matrices": self._had_matrices}
+        ours = {"_warned": self._warned, "_shapes": self._shapes, "_made": self._made}
         return {**super().__getstate__(), **hooks, **ours}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -368,24 +384,23 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             for group in self.param_groups:
                 group.update({**SEL_DEFAULTS, **self.defaults, **group})
             return
-        held = self.state, self.param_groups, self._seen
+        held = self.state, self.param_groups, self._seen, self._made
         super().__setstate__(state)
-        self._seen = {}
+        self._seen, self._made = {}, {}
         try:
             for live, group in zip(held[1], self.param_groups, strict=True):
                 group.update(_merged(live, group))
-            self._reinstall(incoming)
+            unrecorded(self._reinstall)(incoming)
         except BaseException:
-            self.state, self.param_groups, self._seen = held
+            self.state, self.param_groups, self._seen, self._made = held
             raise
         # In place: a wrapper that holds a copy of our __dict__ must not go on with what was there before.
-        loaded = self.state, self.param_groups, self._seen
-        self.state, self.param_groups, self._seen = held
-        self.state.clear()
-        self.state.update(loaded[0])
+        loaded = self.state, self.param_groups, self._seen, self._made
+        self.state, self.param_groups, self._seen, self._made = held
         self.param_groups[:] = loaded[1]
-        self._seen.clear()
-        self._seen.update(loaded[2])
+        for mine, new in zip((self.state, self._seen, self._made), (loaded[0], *loaded[2:]), strict=True):
+            mine.clear()
+            mine.update(new)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def _check_incoming(self, state_dict: dict[str, Any]) -> None:
         """Everything that can be wrong with a saved state, before anything changes."""
@@ -395,7 +410,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             return  # torch's own error says so
         _check_names(self.param_groups, groups)
         members = self._members()
-        for live, saved in zip(self.param_groups, groups, strict=True):
+        for number, (live, saved) in enumerate(zip(self.param_groups, groups, strict=True)):
             version = saved.get("sel_format", FORMAT)
             if not isinstance(version, int) or version > FORMAT:
                 raise ValueError(
@@ -404,9 +419,12 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             merged = _merged(live, saved)
             check_group(merged)
             self._check_saved_group(merged)
+            candidates = []
             for saved_id in saved["params"]:
-                _, _, p, name = next(members)
+                _, i, p, name = next(members)
                 state = state_dict["state"].get(saved_id)
+                if self._choice(merged, i, p):
+                    candidates.append((p, name))
                 if not state:
                     continue
                 if any(map(_shards.is_sharded, state.values())) and not _shards.is_sharded(p):
@@ -422,13 +440,16 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                         f"parameter {name} has shape {tuple(p.shape)}, but {reason}: "
                         "the state belongs to another model, another order of parameters or another optimizer"
                     )
+            try:
+                self._refuse(merged, candidates)
+            except (ValueError, RuntimeError, ImportError) as error:
+                raise type(error)(f"{error} (in the saved group {number}: change it there before loading)") from error
 
-    @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
         """Copies of the saved tensors in their own dtype (torch casts them to the parameter's), and p onto the map of raw."""
         saved_ids = [(k, "sel_format" in group) for group in incoming["param_groups"] for k in group["params"]]
         moved: list[tuple[str, float]] = []
-        for (saved_id, ours), (group, _, p, name) in zip(saved_ids, self._members(), strict=True):
+        for (saved_id, ours), (group, i, p, name) in zip(saved_ids, self._members(), strict=True):
             saved = incoming["state"].get(saved_id)
             if not saved:
                 continue
@@ -437,10 +458,15 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
                 continue
             state, dtype = self.state[p], _rule.state_dtype(p.dtype)
             for key, value in saved.items():
-                if isinstance(value, Tensor) and key != "step":
+                if key in NUMBERS:
+                    state[key] = float(
+                        value
+                    )  # a checkpoint that holds tensors alone made one of it, and torch cast that
+                elif isinstance(value, Tensor) and key != "step":
                     placed = _shards.placed(p, key, value.detach(), group["batch_dims"], group["structure"])
                     state[key] = placed.to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)
             state["step"] = as_step(saved["step"]).to(self._counter_device(group, p))
+            self._made[p] = fixed_options(group, i)
             change = self._restore(group, p)
             if change > 0:
                 moved.append((name, change))
@@ -505,7 +531,7 @@ def _names(groups: list[dict[str, Any]]) -> list[str] | None:
 def _merged(live: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
     """A saved group's options over the live group's. What belongs to the live optimizer stays: parameters, their names,
     and, where another optimizer saved the group, how steps are executed."""
-    own = {"params", "param_names"} | (set() if "sel_format" in saved else EXECUTION)
+    own = {"params", "param_names"} | (set() if "sel_format" in saved else set(EXECUTION))
     kept = {key: value for key, value in live.items() if key in own or key not in saved}
     return {**saved, **kept, "sel_format": FORMAT}
 

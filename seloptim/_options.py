@@ -29,6 +29,9 @@ SEL_DEFAULTS: dict[str, Any] = {
 }
 
 
+EXECUTION = ("foreach", "capturable", "differentiable", "fused")
+
+
 CHOICES = {
     "combine": ("mismatched", "congruent"),
     "init": ("preserve", "mismatched"),
@@ -74,9 +77,13 @@ def check_group(group: dict[str, Any]) -> None:
         raise ValueError(
             f"Invalid curved: {curved!r}; use 'matrices', 'all', 'none', a bool (in a group) or a callable (name, p) -> bool"
         )
-    if isinstance(curved, list) and len(curved) != len(group["params"]):
-        raise ValueError(f"Invalid curved: {len(curved)} entries for {len(group['params'])} parameters")
-    beta = group["beta"]
+    beta, count = group["beta"], len(group["params"])
+    for name, each in (("curved", curved), ("beta", beta)):
+        if isinstance(each, list) and len(each) != count and not (name == "beta" and len(each) == 2):
+            raise ValueError(
+                f"Invalid {name}: {len(each)} entries for {count} parameters; what a callable chose when a group was added stands by "
+                "position: take out the entries of parameters that you take out, or set one value for all"
+            )
     if isinstance(beta, list) and len(beta) == len(group["params"]):
         group["beta"] = [check_beta(b, f"{i} of its group") for i, b in enumerate(beta)]
     elif not callable(beta):

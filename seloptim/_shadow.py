@@ -5,28 +5,43 @@ each parameter, the version, storage and device that the last write left; where 
 values decide.
 """
 
+import copy
+import functools
 import logging
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _rule, _shards, _stats
-from ._options import learned_kinds
+from ._options import EXECUTION, SEL_DEFAULTS, check_beta, check_group, learned_kinds
 from ._rule import KINDS, Curve, Views
-from .init import LARGEST_CURVED_RMS, _rms, choose_beta
+from .init import LARGEST_CURVED_RMS, NO_VALUES, _rms, calibrate_beta
 
 logger = logging.getLogger("seloptim")
 
 
-FIXED = ("combine", "batch_dims")  # options that a state was made under and is read by
+# Options that count when a state is made, and may not change behind it.
+FIXED = ("combine", "init", "beta", "structure", "batch_dims", "scale_init", "residual_rank")
 _Made = TypeVar("_Made")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
+
+
+def unrecorded(method: Method) -> Method:
+    """No graph, and no inference mode either: a step could not write to state that was made, or moved, in one."""
+
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return method(*args, **kwargs)
+
+    return cast(Method, run)
 
 
 class _Seen(NamedTuple):
@@ -38,7 +53,6 @@ class _Seen(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     has_n: bool
-    fixed: tuple[Any, ...]  # see _fixed
 
 
 class Shadow:
@@ -47,6 +61,8 @@ class Shadow:
     param_groups: list[dict[str, Any]]
     state: Any
     _seen: dict[Tensor, _Seen]
+    _made: dict[Tensor, dict[str, Any]]  # the FIXED options that a curved parameter's state was made under
+    _checked: list[Any] | None = None  # the options of all groups when they were last found to be in order
     _warned: set[str]
 
     # ------------------------------------------------------------------------------------------------------- who is who
@@ -54,9 +70,10 @@ class Shadow:
     def _members(self) -> Iterator[tuple[dict[str, Any], int, Tensor, str]]:
         """(group, position in it, parameter, name) for every parameter."""
         for g, group in enumerate(self.param_groups):
-            names = group.get("param_names")
+            names = group.get("param_names") or ()
+            named = len(names) == len(group["params"])  # else it was changed from outside
             for i, p in enumerate(group["params"]):
-                yield group, i, p, names[i] if names else f"{g}.{i}"
+                yield group, i, p, names[i] if named else f"{g}.{i}"
 
     def _find(self, p: Tensor) -> tuple[dict[str, Any], int, str]:
         for group, i, member, name in self._members():
@@ -85,7 +102,7 @@ class Shadow:
     @staticmethod
     def _choice(group: dict[str, Any], i: int, p: Tensor) -> bool | str:
         """What the group says of a parameter: False, True, or "matrices" where its values will decide."""
-        choice = group["curved"][i] if isinstance(group["curved"], list) else group["curved"]
+        choice = _own(group, "curved", i)
         if choice in ("none", False) or not p.is_floating_point():
             return False
         if choice != "matrices":
@@ -100,12 +117,10 @@ class Shadow:
     # -------------------------------------------------------------------------------------------------------- the state
 
     def _resolve_beta(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> float:
-        choice = group["beta"]
-        if isinstance(choice, list):
-            choice = choice[i]
+        choice = _own(group, "beta", i)
         if isinstance(choice, str):
             try:
-                return choose_beta(p.detach(), choice, group["batch_dims"])
+                return calibrate_beta(p.detach(), choice, group["batch_dims"])
             except ValueError as error:
                 raise ValueError(f"parameter {name}: {error}") from error
         return float(choice)
@@ -117,6 +132,8 @@ class Shadow:
     def _create(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """State for a curved parameter from its present value; ValueError with its name where that cannot be."""
         self._refuse_shards(group, p, name)
+        if p.is_meta:
+            raise ValueError(f"parameter {name}: weights {NO_VALUES}")
         beta = self._resolve_beta(group, i, p, name)
         state: dict[str, Any] = self._on_every_rank(
             p,
@@ -138,6 +155,7 @@ class Shadow:
             state["mean_slope"] = _shards.total(p, weighted)[0] / p.numel()
         state["initial_rms"] = _rms(p)
         self.state[p] = _shards.assembled(p, state, group["batch_dims"], group["structure"])
+        self._made[p] = fixed_options(group, i)
         self._remember(p, group, self._any_n(state))
         self._check_pace(float(group["lr"]) / self._lr_slope(group, state), beta, name)
 
@@ -180,12 +198,15 @@ class Shadow:
 
     def _ensure(self, p: Tensor) -> tuple[dict[str, Any], dict[str, Any]]:
         """(group, state) of a curved parameter, for the accessors."""
+        self._check_options()
         group, i, name = self._find(p)
         self._refuse_alone(group, i, p, name)
         if not self._is_curved(group, i, p, name):
             raise KeyError(f"parameter {name} is not curved; named_curved() lists those that are")
         if p.is_meta:
-            raise ValueError(f"parameter {name} is on the meta device and has no values yet")
+            raise ValueError(
+                f"parameter {name} is on the meta device and has no values yet; materialise it before (to_empty)"
+            )
         if not _shards.is_sharded(p):  # its ranks take edits in together, in step() and state_dict()
             self._settle(group, i, p, name)
         return group, self.state[p]
@@ -242,7 +263,7 @@ class Shadow:
         """p is the map of its raw now."""
         known, part = self._seen.get(p), _shards.local(p)
         storage = known.storage if known and _same_storage(known, part) else StorageWeakRef(part.untyped_storage())
-        self._seen[p] = _Seen(_versions(p, part), storage, _layout(part), p.device, p.dtype, has_n, _fixed(group))
+        self._seen[p] = _Seen(_versions(p, part), storage, _layout(part), p.device, p.dtype, has_n)
 
     @staticmethod
     def _any_n(state: dict[str, Any]) -> bool:
@@ -264,7 +285,6 @@ class Shadow:
             and seen.version == _versions(p, part)
             and seen.device == p.device
             and seen.dtype == p.dtype
-            and seen.fixed == _fixed(group)
             and _same_storage(seen, part)
         )
 
@@ -282,7 +302,6 @@ class Shadow:
 
     def _take(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """raw <- inverse(p) at the elements where p differs from map(raw); the other elements keep their bits."""
-        self._check_fixed(group, p, name)
         self._follow(p)
         state = self.state[p]
         view, curve, part = self._views(p, group), self._curve(p, group), _shards.local(p)
@@ -298,20 +317,72 @@ class Shadow:
             self._invert_at(differs, p, state, view, curve, name)
         self._remember(p, group, self._any_n(state))
 
-    def _check_fixed(self, group: dict[str, Any], p: Tensor, name: str) -> None:
-        """Refuse an option that state was made under and that has another value now."""
-        seen = self._seen.get(p)
-        for option, then in zip(FIXED, seen.fixed if seen else (), strict=False):
-            if group[option] != then:
+    def _check_options(self) -> None:
+        """Refuse what a group has been given since it was added and what cannot be, or cannot change any more.
+
+        A look at values that are the same as at the last call is all that it costs in a step.
+        """
+        members = list(self._members())
+        for group in self.param_groups:
+            if callable(group["curved"]) or callable(group["beta"]):
+                self._resolve_callables(group, [(i, p, name) for g, i, p, name in members if g is group])
+        options = (*SEL_DEFAULTS, *EXECUTION)
+        now = [
+            ({key: group.get(key) for key in options}, list(map(id, group["params"]))) for group in self.param_groups
+        ]
+        if now == self._checked:
+            return
+        for group in self.param_groups:
+            check_group(group)
+        for group, i, p, name in members:
+            state = self.state.get(p)
+            if not state or "from_adam" in state:
+                continue
+            curved, choice = "raw" in state, self._choice(group, i, p)
+            if choice != "matrices" and choice != curved:
+                was = "curved" if curved else "not curved"
                 raise ValueError(
-                    f"{option}={group[option]!r} in the group of parameter {name}, whose state was made with {option}={then!r} and "
-                    f"cannot be read otherwise; set it back, or build a new optimizer (it starts from the weights as they are)"
+                    f"curved={_own(group, 'curved', i)!r} in the group of parameter {name}, whose state was made {was} and cannot change; "
+                    "set it back, or build a new optimizer (it starts from the weights as they are)"
                 )
-        # A copy has seen nothing. There the shapes tell, and where combine is another the weights stay and raw follows.
-        if seen is None and (fault := _rule.state_fault(self.state[p], p.shape, group["batch_dims"], False)):
+            if not curved:
+                continue
+            fixed = fixed_options(group, i)
+            for option, then in self._made.setdefault(p, fixed).items():
+                if fixed[option] != then:
+                    raise ValueError(
+                        f"{option}={fixed[option]!r} in the group of parameter {name}, whose state was made with {option}={then!r} and "
+                        f"cannot change; set it back, or build a new optimizer (it starts from the weights as they are)"
+                    )
+        for group in self.param_groups:
+            self._refuse(group, [(p, name) for g, i, p, name in members if g is group and self._choice(group, i, p)])
+        self._checked = copy.deepcopy(now)
+
+    def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
+        """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
+        if group["differentiable"]:
             raise ValueError(
-                f"batch_dims={group['batch_dims']!r} in the group of parameter {name}, but {fault}; set it back"
+                f"differentiable=True is not supported by {type(self).__name__}; "
+                "seloptim.transform differentiates through steps, with torchopt"
             )
+        for p, name in candidates:
+            self._refuse_shards(group, p, name)
+            if p.dim() < group["batch_dims"]:
+                raise ValueError(
+                    f"batch_dims={group['batch_dims']} is more than the {p.dim()} dimensions of parameter {name}; "
+                    "put it into a group with fewer batch_dims"
+                )
+
+    def _resolve_callables(self, group: dict[str, Any], members: list[tuple[int, Tensor, str]]) -> None:
+        """Groups hold plain values, also where somebody puts a callable into one later."""
+        if callable(group["curved"]):
+            group["curved"] = [bool(group["curved"](name, p)) for _, p, name in members]
+        if callable(group["beta"]):
+            # Not asked about parameters that stay plain: it may count on a matrix.
+            group["beta"] = [
+                check_beta(group["beta"](name, p), name) if self._choice(group, i, p) else "auto"
+                for i, p, name in members
+            ]
 
     def _invert_at(self, mask: Tensor, p: Tensor, state: dict[str, Any], view: Views, curve: Curve, name: str) -> None:
         shape = view.raw.value.shape
@@ -363,7 +434,7 @@ class Shadow:
         state[first].copy_(state[first].new_tensor([start[kind] for kind in KINDS]))
         state["raw"].copy_(raw.view_as(state["raw"]))
 
-    @torch.no_grad()
+    @unrecorded
     def resync(self, params: Iterable[Tensor] | None = None) -> None:
         """Take parameters as they are now: raw is recomputed where p differs from map(raw).
 
@@ -387,6 +458,7 @@ class Shadow:
             >>> bool((optimizer.raw(p) > raw).all())
             True
         """
+        self._check_options()
         if params is None:
             chosen = {id(p) for p in self.state if isinstance(p, Tensor) and "raw" in self.state[p]}
         else:
@@ -400,7 +472,7 @@ class Shadow:
 
     # -------------------------------------------------------------------------------------------------- what users read
 
-    @torch.no_grad()
+    @unrecorded
     def raw(self, p: Tensor) -> Tensor:
         """The raw weights behind `p`, of p's shape, in the state's dtype: the live state, not a copy.
 
@@ -416,7 +488,7 @@ class Shadow:
         """
         return self._ensure(p)[1]["raw"]
 
-    @torch.no_grad()
+    @unrecorded
     def scales(self, p: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """kind -> (row, col), each shaped to broadcast to `p`: scale = row * col. A factor that the structure lacks is one.
 
@@ -449,7 +521,7 @@ class Shadow:
 
         return {kind: (whole("scale_row", k, True), whole("scale_col", k, False)) for k, kind in enumerate(KINDS)}
 
-    @torch.no_grad()
+    @unrecorded
     def beta(self, p: Tensor) -> float:
         """The curvature of `p`, fixed when its state was created. Raises: as raw().
 
@@ -477,7 +549,7 @@ class Shadow:
             if self._is_curved(group, i, p, name):
                 yield name, p
 
-    @torch.no_grad()
+    @unrecorded
     def describe(self) -> str:
         """A table of every parameter: shape, curved or why not, beta, mean slope, bytes of state. Print it before training.
 
@@ -489,6 +561,7 @@ class Shadow:
             >>> print(SELAdam(model.named_parameters(), beta=12.5).describe().splitlines()[0])
             name    shape  curved      beta  mean slope  state bytes
         """
+        self._check_options()
         rows = [("name", "shape", "curved", "beta", "mean slope", "state bytes")]
         for group, i, p, name in self._members():
             shape = "x".join(map(str, p.shape)) or "scalar"
@@ -513,7 +586,7 @@ class Shadow:
             lines.append("  ".join(cells).rstrip())
         return "\n".join(lines)
 
-    @torch.no_grad()
+    @unrecorded
     def stats(self) -> dict[str, float]:
         """What the curvature does to each curved parameter, as numbers for any logger; the values are read in one device sync.
 
@@ -564,6 +637,7 @@ class Shadow:
 
         Source: arXiv:2607.09967, whose motivation is the heavy tail of trained weights and the relative size of their steps.
         """
+        self._check_options()
         found: list[tuple[str, dict[str, Tensor]]] = []
         for group, i, p, name in self._members():
             part = _shards.local(p)
@@ -573,7 +647,6 @@ class Shadow:
             if self._is_curved(group, i, p, name):
                 if not self._has_raw(p):
                     self._create(group, i, p, name)
-                self._check_fixed(group, p, name)
                 rms, last = self.state[p].get("initial_rms", 0.0), self._last_step(group, p)
                 found.append((name, _stats.measure(part, self._views(p, group), self._curve(p, group), rms, last)))
         return _stats.gather(found)
@@ -601,7 +674,7 @@ class Shadow:
             return "frozen" if not p.requires_grad else "on meta"
         if not p.is_floating_point():
             return f"no: {p.dtype}".replace("torch.", "")
-        choice = group["curved"][i] if isinstance(group["curved"], list) else group["curved"]
+        choice = _own(group, "curved", i)
         if choice == "matrices":
             return f"no: rms > {LARGEST_CURVED_RMS}" if p.dim() >= 2 else f"no: {p.dim()}-D"
         return "no: group" if choice in ("none", False) else "no: plain state"
@@ -627,8 +700,14 @@ def differing(weight: Tensor, mapped: Tensor) -> Tensor:
     return ~(same | (near & mapped.isfinite()))
 
 
-def _fixed(group: dict[str, Any]) -> tuple[Any, ...]:
-    return group["combine"], group["batch_dims"]
+def _own(group: dict[str, Any], option: str, i: int) -> Any:
+    """An option's value for one parameter: curved and beta may hold one a parameter."""
+    return group[option][i] if isinstance(group[option], list) else group[option]
+
+
+def fixed_options(group: dict[str, Any], i: int) -> dict[str, Any]:
+    """The options of one parameter that its state is made under."""
+    return {option: copy.copy(_own(group, option, i)) for option in FIXED}
 
 
 def _layout(p: Tensor) -> tuple[Any, ...]:

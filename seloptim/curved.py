@@ -43,7 +43,8 @@ class Curved(SELOptimizer):
             weight_decay acts on raw.
 
     Raises:
-        TypeError: optimizer_class cannot run on raw weights (LBFGS, SparseAdam, ...), with the reason, or has no such option.
+        TypeError: optimizer_class cannot run on raw weights (LBFGS, SparseAdam, ...), with the reason, or has no such option;
+            from the first step, one that keeps state in its groups.
         ValueError: bad options, each with its value; whatever optimizer_class raises for its own.
 
     Example:
@@ -124,7 +125,7 @@ class Curved(SELOptimizer):
 
     def _step_curved(self, group: dict[str, Any], params: list[Tensor]) -> None:
         items, hyper = self._items(group, params), _hyper(group)
-        still = not isinstance(hyper.lr, Tensor) and hyper.lr == 0
+        still = _rule.is_zero(hyper.lr)
         with torch.autocast(params[0].device.type, enabled=False):
             pulled = []
             raws: dict[float, list[Tensor]] = {}
@@ -188,12 +189,18 @@ class Curved(SELOptimizer):
         if self._inner is None:
             self._inner = self._make([torch.zeros(1, 1)])
         inner = self._inner
-        inner.param_groups, inner.state = groups, defaultdict(dict, states)
+        inner.param_groups, inner.state = [dict(group) for group in groups], defaultdict(dict, states)
         step: Any = self.optimizer_class.step
         if getattr(step, "hooked", False):
             step = step.__wrapped__  # torch's own wrapper would fire hooks of all optimizers a second time
         try:
             step(inner)
+            for given, left in zip(groups, inner.param_groups, strict=True):
+                if kept := [key for key, value in left.items() if key not in given or value is not given[key]]:
+                    raise TypeError(
+                        f"{self.optimizer_class.__name__} keeps {', '.join(kept)} in its param groups, where Curved, which "
+                        "hands it other groups at each step, would lose it; use a class that keeps its state for each parameter"
+                    )
             return {tensor: inner.state[tensor] for tensor in states}
         finally:
             inner.param_groups, inner.state = [], defaultdict(dict)
@@ -214,13 +221,9 @@ class Curved(SELOptimizer):
                 )
         super()._check_incoming(state_dict)
 
-    def _check_saved_group(self, group: dict[str, Any]) -> None:
-        self._make([{**_inner_options(group), "params": [torch.zeros(1, 1)]}])
-
     def _saved_fault(self, state: dict[str, Any], p: Tensor, batch_dims: int) -> str | None:
         return _rule.state_fault(state, p.shape, batch_dims, raw_has_moments=False) if "raw" in state else None
 
-    @torch.no_grad()
     def _reinstall(self, incoming: dict[str, Any]) -> None:
         super()._reinstall(incoming)
         saved_ids = [k for group in incoming["param_groups"] for k in group["params"]]

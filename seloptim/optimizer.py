@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim.adam import Adam, adam
-from torch.optim.optimizer import _get_capturable_supported_devices
+from torch.optim.optimizer import _device_dtype_check_for_fused, _get_capturable_supported_devices
 
 from . import _execute, _rule, _shards
 from ._base import SELOptimizer
@@ -164,6 +164,8 @@ class SELAdam(SELOptimizer):
     def _refuse_step(self, group: dict[str, Any], p: Tensor, name: str) -> None:
         if group["curved"] not in ("none", False):
             self._refuse_capturable(group, name)
+        if group["fused"]:
+            _device_dtype_check_for_fused(p)  # torch's own asks when it makes the state, behind other groups' steps
         if group["capturable"] and not group["fused"]:
             supported = _get_capturable_supported_devices()
             if p.device.type not in supported:
@@ -243,6 +245,8 @@ class SELAdam(SELOptimizer):
             state.pop("from_adam", None)
             self._follow(p)
             self._place_counter(group, p)
+            if group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on during training, as in _views
+                state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
             return
         state["step"] = torch.zeros((), dtype=torch.float32, device=self._counter_device(group, p))
         for moment in _rule.MOMENTS if group["amsgrad"] else _rule.MOMENTS[:2]:

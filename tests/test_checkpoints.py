@@ -221,6 +221,22 @@ def test_a_state_of_other_strides_loads() -> None:
     again.step()
 
 
+def test_numbers_that_were_saved_as_tensors_are_numbers_again() -> None:
+    """Some formats hold tensors alone. Guard: NUMBERS in SELOptimizer._reinstall; cast to float32, the resume is not exact."""
+    models = [make_model("mlp", torch.float32) for _ in range(2)]
+    first, second = (SELAdam(model.named_parameters(), beta=3.1) for model in models)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        train(model, optimizer, range(2))
+    saved = copy.deepcopy(second.state_dict())
+    for state in saved["state"].values():
+        state.update({k: torch.tensor(v, dtype=torch.float64) for k, v in state.items() if isinstance(v, float)})
+    second.load_state_dict(saved)
+    for model, optimizer in zip(models, (first, second), strict=True):
+        train(model, optimizer, range(2, 4))
+    same(models[0].state_dict(), models[1].state_dict())
+    assert all(isinstance(second.beta(p), float) for _, p in second.named_curved())
+
+
 def test_counters_are_not_cast() -> None:
     """Contract 3: a bfloat16 counter sticks at 256. Guard: convert.as_step, and no counter but `step`."""
     model = make_model("mlp", torch.bfloat16)

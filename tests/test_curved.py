@@ -223,6 +223,28 @@ def test_a_class_of_ones_own() -> None:
     assert optimizer.state[bias] == {"count": 20}
 
 
+class Counting(Signed):
+    """State in the group, as schedule-free optimizers have it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["k"] = group.get("k", 0) + 1
+
+
+@pytest.mark.parametrize("curved", ["matrices", "none"])
+def test_a_class_that_keeps_state_in_its_groups_is_refused(curved: str) -> None:
+    """It would begin anew at every step. Guard: Curved._run; the weights have not moved."""
+    (p,) = parameters()[:1]
+    before = p.detach().clone()
+    optimizer = Curved(Counting, [p], curved=curved, scale_lr=SLOW_SCALES)
+    set_gradients([p], 0)
+    with pytest.raises(TypeError, match="Counting keeps k in its param groups"):
+        optimizer.step()
+    assert curved == "none" or torch.equal(p, before)
+
+
 # -------------------------------------------------------------------------------------------------- groups and schedulers
 
 
@@ -274,13 +296,14 @@ def test_a_group_added_later_is_curved_too() -> None:
     assert len(optimizer.param_groups) == 2
 
 
+@pytest.mark.parametrize("zero", [0.0, torch.tensor(0.0)], ids=["number", "tensor"])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_step_at_rate_zero_moves_no_bit(name: str) -> None:
+def test_a_step_at_rate_zero_moves_no_bit(name: str, zero: Any) -> None:
     params = parameters(torch.float32)[:2]
     optimizer = Curved(getattr(torch.optim, name), params, scale_lr=SLOW_SCALES, **CLASSES[name])
     set_gradients(params, 0)
     optimizer.step()
-    optimizer.param_groups[0]["lr"] = 0.0
+    optimizer.param_groups[0]["lr"] = zero
     before = [(p.detach().clone(), optimizer.raw(p).clone(), optimizer.state[p]["scale_row"].clone()) for p in params]
     set_gradients(params, 1)
     optimizer.step()

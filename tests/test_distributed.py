@@ -613,7 +613,7 @@ def a_fault_on_one_rank_is_raised_on_all(folder: Path) -> None:
     """Contract 28. Weights that are not finite or have no inverse. Guards: _on_every_rank, and _take asks all ranks."""
     cases: tuple[tuple[float, dict[str, Any], str], ...] = (
         (float("nan"), {"beta": "auto"}, "weights that are not finite"),
-        (float("nan"), {}, "non-finite weights|its part on another rank"),
+        (float("nan"), {}, "weights that are not finite|its part on another rank"),
         (float("inf"), {"beta": 12.5}, "non-finite weights|its part on another rank"),
         (float("nan"), {"beta": 12.5, "init": "mismatched"}, "is not finite|its part on another rank"),
         (-0.1, {"beta": 0.5}, "has no inverse|its part on another rank"),
@@ -893,24 +893,50 @@ def hybrid_sharding_is_one_process(folder: Path) -> None:
 
 
 def test_flat_vectors_in_the_place_of_matrices_are_refused() -> None:
-    """Contract 23: what DeepSpeed's ZeRO does to a group. Guard: SELOptimizer._refuse_flat_groups."""
+    """Contract 23: what DeepSpeed's ZeRO does to each group. Guard: SELOptimizer._refuse_flat_groups."""
     model = make_model("mlp", torch.float32)
-    for groups in (list(model.parameters()), param_groups(model)):
+    by_name = {"params": model.named_parameters(), "curved": lambda name, p: p.dim() > 1}
+    aside = {"params": [("aside", nn.Parameter(torch.ones(2, 2)))]}
+    for groups in (list(model.parameters()), param_groups(model), [by_name], [*param_groups(model), aside]):
         optimizer = SELAdam(groups)
-        flat = nn.Parameter(torch.cat([p.detach().flatten() for p in optimizer.param_groups[0]["params"]]))
-        flat.grad = torch.ones_like(flat)
-        optimizer.param_groups[0]["params"] = [flat]
+        for group in optimizer.param_groups[:2]:
+            group["params"] = [nn.Parameter(torch.cat([p.detach().flatten() for p in group["params"]]))]
         for each in (optimizer, copy.deepcopy(optimizer)):
-            each.param_groups[0]["params"][0].grad = torch.ones_like(flat)
-            with pytest.raises(
-                ValueError, match=r"group 0 had matrices .* only flat vectors now, as DeepSpeed's ZeRO leaves"
-            ):
+            with_ones(each)
+            with pytest.raises(ValueError, match=r"parameter 0\.0 is a flat vector .*, as DeepSpeed's ZeRO leaves"):
                 each.step()
-        optimizer.param_groups[0]["curved"] = False
+        for group in optimizer.param_groups:
+            group["curved"] = False
         optimizer.step()
-    vectors = [nn.Parameter(torch.ones(3))]
-    vectors[0].grad = torch.ones(3)
-    SELAdam(vectors).step()
+
+
+def test_vectors_that_are_nobodys_part_are_not_taken_for_one() -> None:
+    """Groups may be popped, rebuilt and exchanged. Guard: _refuse_flat_groups looks at the shapes that were added."""
+    for change in ("pop", "rebuild", "exchange", "curved"):
+        model = make_model("mlp", torch.float32)
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        biases = [p for p in model.parameters() if p.dim() < 2]
+        optimizer = SELAdam([{"params": matrices}, {"params": biases}])
+        first, second = optimizer.param_groups
+        if change == "pop":
+            optimizer.param_groups.pop(0)
+        elif change == "rebuild":
+            optimizer.param_groups = [{**first, "params": biases}]
+        elif change == "exchange":  # as Accelerate does, into tensors of the same shapes
+            for group in (first, second):
+                group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+        else:
+            optimizer = SELAdam([{"params": matrices, "curved": lambda name, p: False}])
+            optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(7))]
+            optimizer.param_groups[0]["curved"] = [False]
+        with_ones(optimizer)
+        optimizer.step()
+
+
+def with_ones(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
 
 
 @pytest.fixture(scope="module")

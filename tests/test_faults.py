@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from seloptim import SELAdam, _execute
+from seloptim import Curved, SELAdam, _execute
 from seloptim.convert import read_checkpoint, to_adam_state
 from tests.cases import make_model, mixed
 from tests.test_checkpoints import same, through_file, train
@@ -125,6 +125,63 @@ def test_an_error_before_the_first_write_leaves_everything() -> None:
         optimizer.step()
     same(model.state_dict(), before[0])
     same(optimizer.state_dict(), before[1])
+
+
+@pytest.mark.parametrize("fault", ["nan", "no inverse", "edited"])
+def test_a_parameter_that_cannot_have_a_state_does_not_keep_the_others_from_being_saved(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No step asks for the unused one. Guard: SELOptimizer.state_dict saves what there is."""
+    p = nn.Parameter(mixed(4, 4, size=0.1, dtype=torch.float32).abs())
+    q = nn.Parameter(torch.full((4, 4), math.nan if fault == "nan" else -0.1))
+    optimizer = SELAdam([("p", p), ("unused", q)], beta=0.5 if fault == "no inverse" else 3.0)
+    p.grad = torch.ones_like(p)
+    if fault == "edited":
+        q.grad = torch.ones_like(q)
+    optimizer.step()
+    q.grad = None
+    raw = optimizer.state[q]["raw"].clone() if fault == "edited" else None
+    if fault == "edited":
+        q.data = torch.full((4, 4), math.nan)
+    saved = through_file(optimizer.state_dict())
+    assert [record.message[:18] for record in caplog.records] == [
+        "parameter unused: " if fault != "edited" else "parameter unused w"
+    ]
+    assert torch.equal(saved["state"][0]["raw"], optimizer.raw(p)) and float(saved["state"][0]["step"]) == 1
+    assert 1 not in saved["state"] if raw is None else torch.equal(saved["state"][1]["raw"], raw)
+    optimizer.step()
+    q.grad = torch.ones_like(q)
+    with pytest.raises(ValueError, match="parameter unused"):
+        optimizer.step()
+
+
+def test_a_complex_parameter_under_fused_is_refused_before_anything_moves() -> None:
+    """In torch's words. Guard: SELAdam._refuse_step; torch's kernel fails behind the curved parameters' step."""
+    p, spectrum = (nn.Parameter(torch.full((2, 2), 0.1, dtype=dtype)) for dtype in (torch.float32, torch.complex64))
+    optimizer = SELAdam([p, spectrum], fused=True)
+    for each in (p, spectrum):
+        each.grad = torch.ones_like(each)
+    with pytest.raises(RuntimeError, match="requires all the params to be floating point Tensors"):
+        optimizer.step()
+    assert bool((p == 0.1).all()) and not optimizer.state
+
+
+@pytest.mark.parametrize("make", [SELAdam, lambda params: Curved(torch.optim.NAdam, params)], ids=["SELAdam", "Curved"])
+@pytest.mark.parametrize("look", ["describe", "raw", "stats", "state_dict", "load_state_dict"])
+def test_what_is_made_in_inference_mode_can_be_trained_on(look: str, make: Any) -> None:
+    """A trainer saves, and a logger looks, while the model is evaluated. Guard: _shadow.unrecorded."""
+    models = [make_model("mlp", torch.float32) for _ in range(2)]
+    ours, theirs = (make(model.parameters()) for model in models)
+    argument = {"raw": [matrices(models[0])[0]], "load_state_dict": [copy.deepcopy(theirs.state_dict())]}.get(look, [])
+    for _ in range(2):  # where there is no state, and where the model was moved away from it
+        with torch.inference_mode():
+            getattr(ours, look)(*argument)
+        for model, optimizer in zip(models, (ours, theirs), strict=True):
+            train(model, optimizer, range(2))
+            if make is SELAdam:
+                model.to(torch.float64)
+        argument = [copy.deepcopy(theirs.state_dict())] if look == "load_state_dict" else argument
+    same(models[0].state_dict(), models[1].state_dict())
 
 
 # ---------------------------------------------------------------------------------------------------------- bad files

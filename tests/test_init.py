@@ -35,17 +35,17 @@ def of_rms(rms: float, *shape: int) -> torch.Tensor:
 )
 def test_auto(rms: float, beta: float) -> None:
     weight = of_rms(rms, 40, 30)
-    assert calibrate_beta(weight) == pytest.approx(beta, rel=1e-12)
-    assert calibrate_beta(weight) == pytest.approx(resolve_beta("auto", weight), rel=1e-14)
+    assert calibrate_beta(weight, "auto") == pytest.approx(beta, rel=1e-12)
+    assert calibrate_beta(weight, "auto") == pytest.approx(resolve_beta("auto", weight), rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_auto_in_every_dtype(dtype: torch.dtype) -> None:
-    assert calibrate_beta(of_rms(0.01, 40, 30).to(dtype)) == pytest.approx(28.0, rel=1e-2)
-    assert calibrate_beta(torch.zeros(3, 4, dtype=dtype)) == 12.5
-    assert calibrate_beta(torch.zeros(0, 4, dtype=dtype)) == 12.5
+    assert calibrate_beta(of_rms(0.01, 40, 30).to(dtype), "auto") == pytest.approx(28.0, rel=1e-2)
+    assert calibrate_beta(torch.zeros(3, 4, dtype=dtype), "auto") == 12.5
+    assert calibrate_beta(torch.zeros(0, 4, dtype=dtype), "auto") == 12.5
     # squares that overflow float16 and rms that float32 would not sum
-    assert calibrate_beta(torch.full((64, 64), 6e4, dtype=dtype)) == 2.0
+    assert calibrate_beta(torch.full((64, 64), 6e4, dtype=dtype), "auto") == 2.0
 
 
 @pytest.mark.parametrize(
@@ -60,8 +60,16 @@ def test_auto_in_every_dtype(dtype: torch.dtype) -> None:
     ],
 )
 def test_width(shape: tuple[int, ...], beta: float) -> None:
-    assert calibrate_beta(torch.empty(shape), "width") == pytest.approx(beta, rel=1e-14)
+    assert calibrate_beta(torch.zeros(shape)) == pytest.approx(beta, rel=1e-14)
     assert calibrate_beta(torch.empty(shape, device="meta"), "width") == pytest.approx(beta, rel=1e-14)
+
+
+@pytest.mark.parametrize(("rms", "beta"), [(0.05, 12.49), (0.1, 11.0), (0.5, 2.2), (1.0, 2.0)])
+def test_width_is_lowered_where_weights_are_large(rms: float, beta: float) -> None:
+    weight = of_rms(rms, 2, 4094)
+    assert calibrate_beta(weight) == pytest.approx(beta, rel=1e-3)
+    assert calibrate_beta(weight) == pytest.approx(resolve_beta("width", weight), rel=1e-14)
+    assert calibrate_beta(weight.expand(3, 2, 4094), batch_dims=1) == pytest.approx(beta, rel=1e-3)
 
 
 @pytest.mark.parametrize("beta", [2.5, 12.5, "auto", "width"])
@@ -87,6 +95,9 @@ def test_mismatched_in_half_precision_rounds_once(dtype: torch.dtype) -> None:
     raw = sel_inverse(weight.float(), beta=12.5, combine="congruent")
     expected = sel_forward(raw, beta=12.5).to(dtype)
     assert torch.equal(mismatched_(weight, 12.5), expected)
+
+
+META = torch.empty(2, 2, device="meta")
 
 
 class Model(nn.Module):
@@ -126,6 +137,10 @@ def test_mismatched_records_no_gradient() -> None:
     [
         (lambda: calibrate_beta(torch.ones(2, 2), "height"), ValueError, """must be "auto" or "width", got 'height'"""),
         (lambda: calibrate_beta(torch.tensor([1.0, math.nan])), ValueError, "weights that are not finite"),
+        (lambda: calibrate_beta(torch.tensor([1.0, math.nan]), "auto"), ValueError, "weights that are not finite"),
+        (lambda: calibrate_beta(META, "auto"), ValueError, r"weights on the meta device, .*: materialise them before"),
+        (lambda: mismatched_(META), ValueError, "weights on the meta device"),
+        (lambda: mismatched_(nn.Linear(2, 2, device="meta"), 3.0), ValueError, "^weight: weights on the meta device"),
         (lambda: calibrate_beta(torch.ones(2, dtype=torch.int64)), TypeError, "got torch.int64"),
         (lambda: mismatched_(torch.ones(2, 2), "height"), ValueError, "got 'height'"),
         (lambda: mismatched_(torch.ones(2, 2), -1.0), ValueError, "beta must be a positive number, got -1.0"),

@@ -380,6 +380,47 @@ def test_says_what_to_install(compiler: str, says: str, tmp_path: Path, monkeypa
     assert not list(tmp_path.glob("*.so"))
 
 
+@pytest.mark.parametrize("arrival", ["added group", "load", "changed group"])
+def test_a_kernel_that_cannot_be_built_is_said_where_it_is_asked_for(
+    arrival: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything changes, and not behind groups that have moved. Guard: Shadow._refuse in each of the three."""
+    params = [nn.Parameter(torch.full((2, 2), 0.1)) for _ in range(2)]
+    optimizer = SELAdam([{"params": [p]} for p in params])
+    for p in params:
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = copy.deepcopy(before)
+    saved["param_groups"][1]["fused"] = True
+    monkeypatch.setenv("SELOPTIM_CACHE", str(tmp_path))
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setattr(cpu, "_loaded", False)
+    with pytest.raises(RuntimeError, match=r"'no-such-compiler', was not found; .*or use fused=None"):
+        if arrival == "added group":
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], "fused": True})
+        elif arrival == "load":
+            optimizer.load_state_dict(saved)
+        else:
+            optimizer.param_groups[1]["fused"] = True
+            optimizer.step()
+    optimizer.param_groups[-1]["fused"] = None
+    assert str(optimizer.state_dict()) == str(before)
+    optimizer.step()
+
+
+def test_a_load_builds_the_kernel_that_its_groups_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first step then does not wait for a compiler. Guard: SELOptimizer._check_incoming."""
+    p = nn.Parameter(torch.full((2, 2), 0.1))
+    optimizer = SELAdam([p])
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["fused"] = True
+    asked: list[bool] = []
+    monkeypatch.setattr(_execute, "native_is_ready", lambda device, *, compile: asked.append(compile))
+    optimizer.load_state_dict(saved)
+    assert asked == [True]
+
+
 def test_several_processes_build_once(tmp_path: Path) -> None:
     """A stand-in for the compiler counts its calls; one that was killed leaves no lock behind."""
     compiler = tmp_path / "compiler"

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import pickle
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -332,6 +333,19 @@ def test_options_are_read_from_the_group_at_each_step(option: str, value: Any, f
         assert not torch.equal(a, c)
 
 
+@both
+def test_amsgrad_may_begin_later(foreach: bool) -> None:
+    """For plain parameters as for curved ones: from a maximum of 0. Guard: SELAdam._settle_plain."""
+    (curved, plain), (alone,) = make([(4, 3), (5,)]), make([(4, 3)])
+    optimizer, other = SELAdam([curved, plain], foreach=foreach), SELAdam([alone], foreach=foreach)
+    for amsgrad in (False, True):
+        for each, params in ((optimizer, [curved, plain]), (other, [alone])):
+            each.param_groups[0]["amsgrad"] = amsgrad
+            train(each, params, 2)
+    same(curved, alone)
+    assert bool(optimizer.state[plain]["max_exp_avg_sq"].any())
+
+
 def test_betas_may_come_back_as_a_list() -> None:
     """Contract 15. Guard: `list` in _check_betas, and `_hyper`, which unpacks what it finds."""
     model = curved_model()
@@ -587,13 +601,18 @@ def test_weights_are_the_map_of_raw_after_every_step(
             assert ((p >= (formula - slack).to(dtype)) & (p <= (formula + slack).to(dtype))).all()
 
 
-@pytest.mark.parametrize("rule", ["auto", "width"])
-def test_mismatched_initialisation_is_the_functions(rule: str) -> None:
-    ours, theirs = make(SHAPES[:3]), make(SHAPES[:3])
-    optimizer = SELAdam(ours, init="mismatched", beta=rule)
-    betas = [init.calibrate_beta(p, rule) for p in theirs]
+@pytest.mark.parametrize("rule", [("auto",), ("width",), ()])
+def test_mismatched_initialisation_is_the_functions(rule: Any) -> None:
+    """By default too. The second matrix is larger than its shape suggests."""
+    shapes = [(40, 30), (900, 2), (3, 2, 2, 2)]
+    ours, theirs = (
+        [p for size, s in zip((0.1, 0.4, 0.1), shapes, strict=True) for p in make([s], size=size)] for _ in "ab"
+    )
+    optimizer = SELAdam(ours, init="mismatched", **dict(zip(["beta"], rule, strict=False)))
+    betas = [init.calibrate_beta(p, *rule) for p in theirs]
+    assert betas[1] == pytest.approx(1.1 / 0.4, rel=0.2)
     for p, q, beta in zip(ours, theirs, betas, strict=True):
-        init.mismatched_(q.data, rule)
+        init.mismatched_(q.data, *rule)
         same(p, q)
         assert optimizer.beta(p) == beta  # resolved before the weights shrank
     assert optimizer.param_groups[0]["curved"] == [True] * 3
@@ -674,6 +693,13 @@ def test_a_beta_without_inverse_is_refused_by_name_and_nothing_moves(foreach: bo
 
 
 P = [(3, 3)]
+
+
+def stepped(p: nn.Parameter, **options: Any) -> None:
+    p.grad = torch.ones_like(p)
+    SELAdam([("w", p)], **options).step()
+
+
 ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: SELAdam(make(P), beta=(0.9, 0.999)), ValueError,  # type: ignore[arg-type]
      r"beta is the curvature, one number, got \(0\.9, 0\.999\); did you mean betas=\(0\.9, 0\.999\)\?"),
@@ -734,7 +760,10 @@ ERRORS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: (o := SELAdam(make([(3,)]))).raw(o.param_groups[0]["params"][0]), KeyError,
      r"parameter 0\.0 is not curved; named_curved\(\) lists those that are"),
     (lambda: (o := SELAdam([nn.Parameter(torch.empty(2, 2, device="meta"))])).beta(o.param_groups[0]["params"][0]), ValueError,
-     r"parameter 0\.0 is on the meta device and has no values yet"),
+     r"parameter 0\.0 is on the meta device and has no values yet; materialise it"),
+    *((lambda beta=beta: stepped(nn.Parameter(torch.empty(2, 2, device="meta")), beta=beta), ValueError,
+       r"parameter w: weights on the meta device, which have no values: materialise them before \(to_empty")
+      for beta in ("auto", "width", 3.0)),
 ]  # fmt: skip
 
 
@@ -773,7 +802,7 @@ def test_large_embeddings_are_left_alone_and_said_once(caplog: pytest.LogCapture
 @pytest.mark.parametrize("size", [0.9, 2.0, 0.5])
 @pytest.mark.parametrize("how", ["group", "all", "callable"])
 def test_asked_for_it_is_curved_with_a_small_beta(how: str, size: float, rule: str) -> None:
-    """Guard: init.choose_beta, for the rule "width", whose 2.81 for this shape is the larger one."""
+    """Guard: init.calibrate_beta, for the rule "width", whose 2.81 for this shape is the larger one."""
     p = nn.Parameter(mixed(200, 8, size=1.0))
     p.data.mul_(size / init._rms(p))
     group: Any = {"group": [{"params": [p], "curved": True}]}.get(how, [p])
@@ -898,41 +927,114 @@ def test_describe_counts_no_state_where_there_will_be_none() -> None:
     assert [line.split()[-1] for line in optimizer.describe().splitlines()[1:]] == before
 
 
-@pytest.mark.parametrize("read", ["step", "state_dict", "raw", "stats", "resync", "describe"])
-@pytest.mark.parametrize(("option", "value"), [("combine", "congruent"), ("batch_dims", 0)])
-def test_what_a_state_was_made_under_may_not_change(option: str, value: Any, read: str) -> None:
-    """Neither weights nor state move, and the error names parameter and option. Guard: Shadow._check_fixed."""
+@pytest.mark.parametrize(
+    ("how", "read"),
+    [*(("stepped", read) for read in ("step", "state_dict", "raw", "stats", "resync", "describe")),
+     ("copied", "step"), ("pickled", "step"), ("loaded", "step")],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("combine", "congruent"), ("batch_dims", 0), ("structure", "row"), ("structure", "none"), ("beta", 6.0), ("beta", [6.0]),
+     ("scale_init", {"e": 2.0}), ("residual_rank", 2), ("init", "mismatched"), ("curved", "none"), ("curved", [False])],
+)  # fmt: skip
+def test_what_a_state_was_made_under_may_not_change(option: str, value: Any, how: str, read: str) -> None:
+    """Neither weights nor state move, and the error names parameter and option. Guard: Shadow._check_options, Shadow._made."""
     stack = nn.Parameter(mixed(2, 4, 3, size=0.1, dtype=torch.float32))
     optimizer = SELAdam([("experts", stack)], batch_dims=1)
     stack.grad = torch.ones_like(stack)
     optimizer.step()
-    weights, state = stack.detach().clone(), copy.deepcopy(optimizer.state_dict()["state"])
+    if how == "copied":
+        stack, optimizer = copy.deepcopy((stack, optimizer))
+    elif how == "pickled":
+        stack, optimizer = pickle.loads(pickle.dumps((stack, optimizer)))
+    elif how == "loaded":
+        saved, optimizer = optimizer.state_dict(), SELAdam([("experts", stack)], batch_dims=1)
+        optimizer.load_state_dict(saved)
+    else:
+        optimizer.state_dict()  # what was looked at and found in order is looked at again
+    stack.grad = torch.ones_like(stack)
+    weights, state = stack.detach().clone(), copy.deepcopy(optimizer.state[stack])
     kept = optimizer.param_groups[0][option]
     optimizer.param_groups[0][option] = value
-    with pytest.raises(ValueError, match=f"{option}={value!r} .*parameter experts.*{option}={kept!r}"):
-        getattr(optimizer, read)(*[stack] if read == "raw" else [])
+    now, then = re.escape(repr(value[0] if isinstance(value, list) else value)), re.escape(repr(kept))
+    then = "curved" if option == "curved" else f"{option}={then}"
+    for _ in range(2):  # a refusal is no look
+        with pytest.raises(
+            ValueError, match=f"{option}={now} .*parameter experts, .*made (with )?{then} .*set it back"
+        ):
+            getattr(optimizer, read)(*[stack] if read == "raw" else [])
     optimizer.param_groups[0][option] = kept
     same(stack, weights)
-    for key, value in optimizer.state_dict()["state"][0].items():
-        assert torch.equal(torch.as_tensor(value), torch.as_tensor(state[0][key])), key
+    for key, was in optimizer.state_dict()["state"][0].items():
+        assert torch.equal(torch.as_tensor(was), torch.as_tensor(state[key])), key
     optimizer.step()
 
 
-def test_in_a_copy_another_combine_keeps_the_weights_and_other_batch_dims_are_refused() -> None:
-    """A copy has seen no weight yet: its values and shapes decide. Guard: Shadow._check_fixed, Shadow._take."""
-    stack = nn.Parameter(mixed(2, 4, 3, size=0.1, dtype=torch.float32))
-    optimizer = SELAdam([("experts", stack)], batch_dims=1)
-    stack.grad = torch.ones_like(stack)
+def test_an_option_may_change_as_long_as_there_is_no_state() -> None:
+    """It counts then. Guard: Shadow._check_options looks at states alone."""
+    late, trained = make([(4, 3), (4, 3)])
+    optimizer = SELAdam([{"params": [late]}, {"params": [trained]}])
+    trained.grad = torch.ones_like(trained)
     optimizer.step()
-    twin = copy.deepcopy(optimizer)
-    (its,) = twin.param_groups[0]["params"]
-    twin.param_groups[0]["batch_dims"] = 0
-    with pytest.raises(ValueError, match=r"batch_dims=0 in the group of parameter experts.*set it back"):
-        twin.state_dict()
-    twin.param_groups[0].update(batch_dims=1, combine="congruent")
-    raw = twin.raw(its)
-    assert not torch.equal(raw, optimizer.raw(stack)) and torch.equal(its, stack)
-    torch.testing.assert_close(mapped(twin, its), stack.detach(), rtol=1e-5, atol=1e-8)
+    optimizer.param_groups[0].update(beta=6.0, structure="row")
+    assert optimizer.beta(late) == 6.0 and optimizer.scales(late)["e"][1].shape == (1, 1)
+    optimizer.param_groups[0].update(beta=lambda name, p: 6.0)  # resolved as in a group that is added
+    optimizer.step()
+    assert optimizer.param_groups[0]["beta"] == [6.0]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("lr_space", "wieght", "Invalid lr_space: 'wieght'"),
+        ("check_edits", "ful", "Invalid check_edits: 'ful'"),
+        ("structure", "rows", "Invalid structure: 'rows'"),
+        ("scale_lr", {"x": 1.0}, "Invalid scale_lr: unknown kind 'x'"),
+        ("scale_lr", {"e": (1, 2, 3)}, "Invalid scale_lr for e"),
+        ("anneal_steps", "many", "Invalid anneal_steps: 'many'"),
+        ("curved", [True, True], "Invalid curved: 2 entries for 1 parameters; .*take out"),
+        ("beta", [3.0, 4.0, 5.0], "Invalid beta: 3 entries for 1 parameters; .*take out"),
+    ],
+)
+def test_a_bad_value_in_a_group_is_refused_before_anything_moves(option: str, value: Any, message: str) -> None:
+    """Guard: Shadow._check_options before the first write: the group stands behind one that is in order."""
+    params = make([(4, 3), (4, 3)])
+    optimizer = SELAdam([{"params": [p]} for p in params])
+    train(optimizer, params, 1)
+    before = [p.detach().clone() for p in params]
+    optimizer.param_groups[1][option] = value
+    for p in params:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    for p, was in zip(params, before, strict=True):
+        same(p, was)
+
+
+def test_plain_parameters_with_state_stay_plain() -> None:
+    """Guard: Shadow._check_options, which knows a plain state by what it lacks."""
+    (p,) = make([(4, 3)])
+    optimizer = SELAdam([("w", p)], curved="none")
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    optimizer.param_groups[0]["curved"] = "all"
+    with pytest.raises(ValueError, match="curved='all' in the group of parameter w, whose state was made not curved"):
+        optimizer.step()
+
+
+def test_a_load_says_where_its_options_are_others(caplog: pytest.LogCaptureFixture) -> None:
+    """As in torch the saved options count. Guard: SELOptimizer.load_state_dict compares FIXED with what was built."""
+    (p,) = make([(4, 3)])
+    optimizer = SELAdam([p], structure="row", scale_init={"e": 2.0}, init="mismatched")
+    other = SELAdam([p], structure="col", beta=3.0)
+    with caplog.at_level(logging.WARNING, logger="seloptim"):
+        other.load_state_dict(optimizer.state_dict())
+    assert [record.message.split(";")[0].split("the ")[2] for record in caplog.records] == [
+        "structure='row' that it was made under",
+        "scale_init={'e': 2.0} that it was made under",
+    ]
+    p.grad = torch.ones_like(p)
+    other.step()
 
 
 def test_frozen_weights_are_not_shrunk() -> None:
@@ -957,6 +1059,21 @@ def test_replaced_parameters_that_were_trained_are_forgotten_with_a_warning() ->
     assert set(optimizer._seen) <= set(optimizer.state)
     assert all(float(state["step"]) == 1 for state in optimizer.state.values())
     optimizer.state_dict()
+
+
+def test_a_group_that_was_taken_out_comes_back_to_its_state() -> None:
+    """It is not saved meanwhile. Guard: SELOptimizer.step drops states only as new ones begin; state_dict hides them."""
+    params, other = make([(4, 3), (4, 3)]), make([(4, 3), (4, 3)])
+    optimizer, steady = (SELAdam([{"params": [p]} for p in both_of]) for both_of in (params, other))
+    train(optimizer, params, 2)
+    group = optimizer.param_groups.pop()
+    train(optimizer, params[:1], 2)
+    assert list(optimizer.state_dict()["state"]) == [0]
+    optimizer.param_groups.append(group)
+    train(optimizer, params, 2)
+    train(steady, other, 2)
+    train(steady, other, 2)
+    same(params[1], other[1])
 
 
 # ---------------------------------------------------------------------------------------------------------- state and copies

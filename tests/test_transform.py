@@ -488,6 +488,8 @@ def test_bad_parameters_and_updates_are_named() -> None:
         transformation.init({"layers": [{"w": torch.zeros(2, dtype=torch.complex64)}]})
     with pytest.raises(ValueError, match=r"parameter w: .*finite"):
         transformation.init({"w": torch.tensor([1.0, float("nan")])})
+    with pytest.raises(ValueError, match=r"parameter w: weights on the meta device, .* materialise them before"):
+        transformation.init({"w": torch.empty(2, device="meta")})
     params = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=r"call update\(updates, state, params=params\)"):
         transformation.update(params, transformation.init(params))

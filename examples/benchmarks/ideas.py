@@ -53,7 +53,7 @@ class Sloped(torch.optim.Optimizer):
             for p in group["params"]:
                 state, g, matrix = self.state[p], p.grad, p.ndim == 2
                 if not state:
-                    state["beta"] = group["beta"] or calibrate_beta(p)
+                    state["beta"] = group["beta"] or calibrate_beta(p, "auto")
                     state["exp_avg"], state["exp_avg_sq"], state["step"] = torch.zeros_like(p), torch.zeros_like(p), 0
                 state["step"] += 1
                 factor = slope(p, state["beta"])
@@ -171,7 +171,7 @@ def toward(start: float, end: float) -> Callable[[float, Tensor, float], float]:
 
 
 PLANS: dict[str, Callable[[float, Tensor, float], float]] = {
-    "rms": lambda done, p, first: calibrate_beta(p),
+    "rms": lambda done, p, first: calibrate_beta(p, "auto"),
     "in": toward(0.2, 2.0),
     "out": toward(2.0, 0.2),
 }
