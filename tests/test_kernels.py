@@ -89,7 +89,7 @@ def step(optimizer: SELAdam, monkeypatch: pytest.MonkeyPatch) -> None:
     run_native = _execute._run_native
     with monkeypatch.context() as patch:
         patch.setattr(_execute, "_run_native", lambda items, *args: (ran.append(len(items)), run_native(items, *args)))
-        patch.setattr(_execute, "_run_single", lambda items, hyper: ran.extend([-1] * len(items)))
+        patch.setattr(_execute, "_run_single", lambda items, *_: ran.extend([-1] * len(items)))
         optimizer.step()
     assert ran and min(ran) > 0
 

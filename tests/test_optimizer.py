@@ -1359,8 +1359,8 @@ def test_state_does_not_follow_the_default_device() -> None:
 def test_stacks_stay_within_64_mib(monkeypatch: pytest.MonkeyPatch) -> None:
     stacks: list[int] = []
     singles: list[int] = []
-    monkeypatch.setattr(_execute, "_run_stack", lambda items, hyper: stacks.append(len(items)))
-    monkeypatch.setattr(_execute, "_run_single", lambda items, hyper: singles.append(len(items)))
+    monkeypatch.setattr(_execute, "_run_stack", lambda items, *_: stacks.append(len(items)))
+    monkeypatch.setattr(_execute, "_run_single", lambda items, *_: singles.append(len(items)))
 
     def run(shape: tuple[int, ...], count: int, device: str) -> None:
         stacks.clear()
