@@ -84,11 +84,12 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         for p, (step, rates) in zip(params, counts, strict=True):
             state = self.state[p]
             slope = self._lr_slope(group, state)
-            view, curve = self._views(p, group), self._curve(p, group)
+            slots, curve = self._slots(p, group), self._curve(p, group)
             assert p.grad is not None
             # The parameter itself where it is whole: what a CUDA graph reads again lives as long as it does.
             part, grad = (_shards.local(p), _shards.local_grad(p)) if _shards.is_sharded(p) else (p, p.grad)
-            items.append(_execute.Item(part, grad, view, curve, step, slope, rates, _shards.sums(p, state)))
+            sums = _shards.sums(p, state)
+            items.append(_execute.Item(part, grad, slots, curve, step, slope, rates, sums, group["batch_dims"]))
             # Until the step is through, only the values can tell where an interruption has left p and raw.
             self._forget(p)
         return items

@@ -37,6 +37,15 @@ class Item(NamedTuple):
     slope: float  # what lr is divided by for raw
     rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen; on the host where step is a number
     sums: _shards.Sums | None = None  # of a DTensor, of which all the above is this rank's part
+    batch_dims: int = (
+        1  # of the state: 1 where its tensors are batches of matrices, as all but the CPU kernel need them
+    )
+
+    def shape(self) -> tuple[int, int, int]:
+        return _rule.matrix_shape(self.state.raw.value.shape, self.batch_dims)
+
+    def in_batches(self) -> "Item":
+        return self._replace(state=_rule.in_batches(self.state, self.shape()), batch_dims=1)
 
 
 class Block(NamedTuple):
@@ -249,6 +258,7 @@ def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None, 
     else:
         from .kernels import triton
 
+        items = [item.in_batches() for item in items]
         triton.step(items, weights, hyper, grad_scale, found_inf)
         torch.autograd.graph.increment_version([item.param for item in items])
     for param, weight in strided:
@@ -260,12 +270,11 @@ def _call_cpu(items: Sequence[Item], weights: list[Tensor], hyper: Hyper, grad_s
     ints: list[int] = []
     numbers: list[float] = []
     for item in items:
-        lengths = []
         for slot in item.state[:3]:
             if slot is not None:
                 state.extend(t for t in slot if t is not None)
-            lengths.append(0 if slot is None else slot.value.shape[-2])
-        ints.extend((*item.state.raw.value.shape, *lengths[1:], item.curve.has_n))
+        lengths = (0 if slot is None else slot.value.shape[-2] for slot in item.state[1:3])
+        ints.extend((*item.shape(), *lengths, item.curve.has_n))
         numbers.extend((float(item.curve.beta), float(item.step), item.slope, *item.rates.tolist()))
     curve = items[0].curve
     learned = sum(1 << k for k, kind in enumerate(_rule.KINDS) if kind in curve.learned)
@@ -298,9 +307,10 @@ def _run_single(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
 
 
 def _blocks(item: Item) -> Blocks:
-    shape = item.state.raw.value.shape
+    state = item.in_batches().state
+    shape = state.raw.value.shape
     # views where the layout allows them
-    return Blocks(item.param.detach().reshape(shape), item.grad.detach().reshape(shape), item.state)
+    return Blocks(item.param.detach().reshape(shape), item.grad.detach().reshape(shape), state)
 
 
 def _run_sharded(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
@@ -324,7 +334,7 @@ def _run_sharded(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
 
 def _run_batched(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
     alike: dict[tuple, list[Item]] = defaultdict(list)
-    for item in items:
+    for item in (item.in_batches() for item in items):
         shapes = tuple(None if slot is None else slot.value.shape for slot in item.state)
         raw = item.state.raw.value
         step = None if isinstance(item.step, Tensor) else item.step  # each matrix of a stack may have its own count

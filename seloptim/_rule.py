@@ -268,24 +268,39 @@ def moment_key(name: str, moment: str) -> str:
 
 def views(state: Mapping[str, Tensor | float], batch_dims: int, amsgrad: bool) -> Views:
     """The tensors of `state` as a batch of matrices, without a copy."""
-    batch, rows, cols = matrix_shape(state["raw"].shape, batch_dims)  # type: ignore[union-attr]
+    return in_batches(slots(state, amsgrad), matrix_shape(state["raw"].shape, batch_dims))  # type: ignore[union-attr]
+
+
+def slots(state: Mapping[str, Any], amsgrad: bool) -> Views:
+    """The tensors of `state` as they lie: what `in_batches` makes views of, which takes longer than a small parameter's step."""
+    moments = MOMENTS if amsgrad else MOMENTS[:2]
 
     def slot(name: str) -> Slot | None:
         if name not in state:
             return None
-        moments = MOMENTS if amsgrad else MOMENTS[:2]
+        value = state[name]
         if moment_key(name, moments[0]) not in state:
             # Another optimizer moves raw and has the moments: pull and push read the value alone.
-            value = state[name].view(batch, rows, cols)  # type: ignore[union-attr]
             return Slot(value, value, value, None)
-        tensors = [state[name], *(state[moment_key(name, moment)] for moment in moments)]
-        shape = (batch, rows, cols) if name == "raw" else (batch, *tensors[0].shape[-2:])  # type: ignore[union-attr]
-        flat = [tensor.view(shape) for tensor in tensors]  # type: ignore[union-attr]
-        return Slot(flat[0], flat[1], flat[2], flat[3] if amsgrad else None)
+        found = [state[moment_key(name, moment)] for moment in moments]
+        return Slot(value, found[0], found[1], found[2] if amsgrad else None)
 
     raw = slot("raw")
     assert raw is not None
     return Views(raw, slot("scale_row"), slot("scale_col"), slot("residual_b"), slot("residual_a"))
+
+
+def in_batches(state: Views, shape: tuple[int, int, int]) -> Views:
+    """Views (batch, rows, cols) of raw, (batch, length, kinds) of factors and alike of the residual."""
+
+    def viewed(slot: Slot | None, shape: tuple[int, ...]) -> Slot | None:
+        return None if slot is None else Slot(*(None if t is None else t.view(shape) for t in slot))  # type: ignore[arg-type]
+
+    raw, *others = state
+    return Views(
+        viewed(raw, shape),  # type: ignore[arg-type]
+        *(viewed(slot, () if slot is None else (shape[0], *slot.value.shape[-2:])) for slot in others),
+    )
 
 
 # --------------------------------------------------------------------------------------------------------- the stages

@@ -242,6 +242,10 @@ class Shadow:
                     state[key] = value.to(device=p.device, dtype=dtype)
 
     def _views(self, p: Tensor, group: dict[str, Any]) -> Views:
+        shape = _rule.matrix_shape(_shards.local(p).shape, group["batch_dims"])
+        return _rule.in_batches(self._slots(p, group), shape)
+
+    def _slots(self, p: Tensor, group: dict[str, Any]) -> Views:
         state = self.state[p]
         amsgrad = group.get("amsgrad", False)
         if amsgrad:
@@ -251,7 +255,7 @@ class Shadow:
                     key = _rule.moment_key(name, "max_exp_avg_sq")
                     if key not in state:
                         state[key] = torch.zeros_like(state[name])
-        return _rule.views(_shards.local_state(state), group["batch_dims"], amsgrad)
+        return _rule.slots(_shards.local_state(state), amsgrad)
 
     def _curve(self, p: Tensor, group: dict[str, Any]) -> Curve:
         learned = learned_kinds(group)

@@ -41,8 +41,8 @@ def local(t: Tensor) -> Tensor:
 
 
 def local_state(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A state with this rank's part of each tensor; the state itself where it is not cut."""
-    if not any(map(is_sharded, state.values())):
+    """A state with this rank's part of each tensor; the state itself where it is not cut, which its first tensor tells."""
+    if not is_sharded(state["raw"] if "raw" in state else state["exp_avg"]):
         return state
     return {key: local(value) if isinstance(value, Tensor) else value for key, value in state.items()}
 

@@ -270,7 +270,7 @@ INLINE Vecs<T, P> exp_base2(const Vecs<T, P>& y) {
 }
 
 constexpr int kPack = 2;    // vectors in lockstep
-constexpr int kStrip = 8;   // vectors of a row that go through one part of the work before the next part begins
+constexpr int kStrip = 16;  // vectors of a row that go through one part of the work before the next part begins
 static_assert(kStrip % kPack == 0);
 
 constexpr double kLog2E = 1.4426950408889634074;
