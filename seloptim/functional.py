@@ -88,7 +88,7 @@ def _map(
     # weight = s*E(a) + l * (|raw| or raw)
     if combine == "congruent":
         return _add_scaled(E, raw, l, new, out=out)
-    return _add_scaled(E, a if owned else raw.abs(), l, new, out=out)
+    return _add_scaled(E, a if owned else raw.abs(), l, new, owned, out)
 
 
 def sel_derivatives(
@@ -190,7 +190,7 @@ def _shares(
         slope = torch.addcmul(grad_n, grad_n, X, out=new(raw) if new else None)
     signed = None
     if mismatched or "e" in kinds or "n" in kinds:
-        signed = torch.sign(raw.detach(), out=new(raw) if new else None)
+        signed = torch.sign(raw, out=new(raw)) if new else raw.detach().sign()
         if grad is not None:
             signed = _scaled(signed, grad, owned)
         if "e" in kinds or "n" in kinds:
@@ -203,7 +203,7 @@ def _shares(
         yield "m", torch.mul(slope, raw, out=(new(raw) if keep else X) if new else None)
     slope = _scaled(slope, em, owned)
     if mismatched and signed is not None:
-        slope = _add_scaled(slope, signed, l, new)
+        slope = _add_scaled(slope, signed, l, new, owned)
     else:
         slope = _add_scaled(slope, torch.ones_like(slope) if grad is None else grad, l, new)
     yield "raw", slope
@@ -548,12 +548,15 @@ def _product(x: Tensor, factor: Factor, new: New) -> Tensor:
     return _scaled(torch.mul(x, first, out=new(x) if new else None), tuple(rest), new is not None)
 
 
-def _add_scaled(x: Tensor, y: Tensor, factor: Factor, new: New, out: Tensor | None = None) -> Tensor:
-    """x + factor*y, into `out` or x where temporaries may be overwritten."""
+def _add_scaled(
+    x: Tensor, y: Tensor, factor: Factor, new: New, y_owned: bool = False, out: Tensor | None = None
+) -> Tensor:
+    """x + factor*y, into `out` or x where temporaries may be overwritten; y may then be lost if it is one."""
     out = (x if out is None else out) if new else None
     if isinstance(factor, tuple):
-        first, *rest = factor
-        factor = torch.mul(first, *rest, out=new(x) if new else None) if rest else first
+        *first, factor = factor
+        if first:
+            y = torch.mul(y, first[0], out=y if y_owned else new(x) if new else None)
     if isinstance(factor, Tensor):
         return torch.addcmul(x, y, factor, out=out)
     return torch.add(x, y, alpha=factor, out=out)
