@@ -35,13 +35,16 @@ SIZES: list[tuple[str, list[tuple[int, int]], bool]] = [
     ("64 of 256 x 256", [(256, 256)] * 64, True),
     ("2 of 4096 x 4096", [(4096, 4096)] * 2, False),
     ("GPT-2 124M", GPT2, False),
+    ("16 of 1024 x 1024", [(1024, 1024)] * 16, True),
 ]
 STEPS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "Adam fused": lambda p: torch.optim.Adam(p, fused=True),
     "Adam foreach": lambda p: torch.optim.Adam(p, foreach=True),
+    "Adam single": lambda p: torch.optim.Adam(p, foreach=False),
     "native": lambda p: SELAdam(p, curved="all", fused=True),
     "native, frozen": lambda p: SELAdam(p, curved="all", fused=True, structure="none"),
     "eager": lambda p: SELAdam(p, curved="all", foreach=False),
+    "eager, batched": lambda p: SELAdam(p, curved="all", foreach=True),
     "eager, frozen": lambda p: SELAdam(p, curved="all", foreach=False, structure="none"),
 }
 
@@ -95,7 +98,7 @@ def measure(
     label, shapes, eager = size
     torch.set_num_threads(threads)
     clock = time.thread_time if threads == 1 else time.perf_counter
-    names = [name for name in STEPS if eager or not name.startswith("eager")]
+    names = [name for name in STEPS if eager or not name.startswith(("eager", "Adam single"))]
     steps = {name: optimizer_of(name, shapes, device).step for name in names}
     for step in steps.values():
         step()
@@ -107,11 +110,10 @@ def measure(
             if name.startswith("eager") and k % 4:
                 continue
             times[name].append(seconds(step, clock, device))
-    base = times["Adam fused"]
 
-    def ratio(name: str) -> float:
+    def ratio(name: str, base: str = "Adam fused") -> float:
         every = 4 if name.startswith("eager") else 1
-        return round(statistics.median(a / b for a, b in zip(times[name], base[::every], strict=True)), 2)
+        return round(statistics.median(a / b for a, b in zip(times[name], times[base][::every], strict=True)), 2)
 
     return {
         "size": label,
@@ -120,6 +122,7 @@ def measure(
         "rounds": rounds,
         "ms": {name: round(1e3 * statistics.median(t), 2) for name, t in times.items()},
         "of Adam fused": {name: ratio(name) for name in names},
+        "of Adam single": {name: ratio(name, "Adam single") for name in names if name.startswith("eager")},
         "memory KiB": memory,
     }
 
