@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from . import _rule, _shards, _stats
 from ._options import EXECUTION, SEL_DEFAULTS, check_beta, check_group, learned_kinds
 from ._rule import KINDS, Curve, Views
-from .init import LARGEST_CURVED_RMS, NO_VALUES, _rms, calibrate_beta
+from .init import LARGEST_CURVED_RMS, NO_VALUES, _rms, choose_beta
 
 logger = logging.getLogger("seloptim")
 
@@ -120,7 +120,7 @@ class Shadow:
         choice = _own(group, "beta", i)
         if isinstance(choice, str):
             try:
-                return calibrate_beta(p.detach(), choice, group["batch_dims"])
+                return choose_beta(p.detach(), choice, group["batch_dims"])
             except ValueError as error:
                 raise ValueError(f"parameter {name}: {error}") from error
         return float(choice)

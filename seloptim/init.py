@@ -20,32 +20,32 @@ Weights = TypeVar("Weights", Tensor, nn.Module)
 Curved = str | Callable[[str, Tensor], bool]
 
 
-def calibrate_beta(tensor: Tensor, rule: str = "width", batch_dims: int = 0) -> float:
-    """Choose the curvature so that the exponential regime begins near the usual size of a weight: what SELAdam chooses.
+def calibrate_beta(tensor: Tensor, rule: str = "auto") -> float:
+    """Choose the curvature so that the exponential regime begins near the usual size of a weight.
 
     ::
 
         rms = sqrt(mean(tensor**2));  rows, cols = tensor.shape[0], tensor.numel() / rows
-        width:  max(2, min(0.276 * sqrt((rows + cols) / 2), 1.1 / rms))
         auto:   max(2, min(max(12.5, min(64, 0.28 / rms)), 1.1 / rms)),  12.5 where rms is 0
+        width:  max(2, 0.276 * sqrt((rows + cols) / 2))
 
     Arguments:
-        tensor: the initial weights of one parameter, real floating, finite. A DTensor counts as a whole: every rank must
-            call. One on the meta device has no rms; the width alone decides then.
-        rule: "width", from the shape, or "auto", from the size of the weights. Default "width".
-        batch_dims: leading dimensions that stack matrices: rows and cols are those of one. Default 0.
+        tensor: the initial weights of one parameter (of one slice, for stacked matrices), real floating, finite. A DTensor
+            counts as a whole: every rank must call.
+        rule: "auto", from the size of the weights, or "width", from the shape. Default "auto"; SELAdam's own is "width", lowered
+            to 1.1 / rms where the weights are larger than their shape suggests.
 
     Returns:
         beta, a positive float.
 
     Raises:
-        ValueError: an unknown rule; weights that are not finite; "auto" for a tensor on the meta device.
+        ValueError: an unknown rule, or weights that are not finite, or without values (on the meta device) under "auto".
         TypeError: `tensor` is not real floating.
 
     Example:
-        >>> round(calibrate_beta(torch.full((4, 4), 0.02), "auto"), 3)
+        >>> round(calibrate_beta(torch.full((4, 4), 0.02)), 3)
         14.0
-        >>> round(calibrate_beta(torch.full((2048, 2048), 0.02)), 2)
+        >>> round(calibrate_beta(torch.empty(2048, 2048), "width"), 2)
         12.49
 
     Source: arXiv:2607.09967, whose 12.5 at width 2048 the rules extend.
@@ -54,21 +54,31 @@ def calibrate_beta(tensor: Tensor, rule: str = "width", batch_dims: int = 0) -> 
         raise ValueError(f'the rule for beta must be "auto" or "width", got {rule!r}')
     if not tensor.is_floating_point():
         raise TypeError(f"weights must be real and floating, got {tensor.dtype}")
-    if tensor.is_meta and rule == "auto":
+    if rule == "width":
+        rows = tensor.shape[0] if tensor.ndim else 1
+        cols = math.prod(tensor.shape[1:])
+        return max(2.0, 0.276 * math.sqrt((rows + cols) / 2))
+    if tensor.is_meta:
         raise ValueError(f"beta cannot be chosen from weights {NO_VALUES}")
-    rms = 0.0 if tensor.is_meta else _rms(tensor)
+    rms = _rms(tensor)
     if not math.isfinite(rms):
         raise ValueError("beta cannot be chosen from weights that are not finite")
-    if rule == "width":
-        rows, *others = tensor.shape[batch_dims:] or (1,)
-        wanted = 0.276 * math.sqrt((rows + math.prod(others)) / 2)
-    elif rms == 0:
-        wanted = 12.5
-    else:
-        wanted = max(12.5, min(64.0, 0.28 / rms))
-    # Where weights are larger than their shape suggests (a layer with few inputs and many outputs), a curvature made for the
-    # shape alone would leave small weights still.
-    return max(2.0, min(wanted, 1.1 / rms if rms else math.inf))
+    if rms == 0:
+        return 12.5
+    return max(2.0, min(max(12.5, min(64.0, 0.28 / rms)), 1.1 / rms))
+
+
+def choose_beta(tensor: Tensor, rule: str, batch_dims: int = 0) -> float:
+    """beta of a parameter by a rule: "auto" looks at the values of all, "width" at the shape of one matrix of a stack.
+
+    Under "width" too beta * rms stays at most 1.1, and beta at least 2: where weights are larger than their shape suggests
+    (a layer with few inputs and many outputs), a curvature made for the shape alone would leave small weights still.
+    """
+    if rule != "width":
+        return calibrate_beta(tensor, rule)
+    by_shape = calibrate_beta(torch.empty(tensor.shape[batch_dims:], dtype=tensor.dtype, device="meta"), rule)
+    rms = _rms(tensor)
+    return min(by_shape, max(2.0, 1.1 / rms)) if 0 < rms < math.inf else by_shape
 
 
 @torch.no_grad()
@@ -84,7 +94,7 @@ def mismatched_(tensor_or_module: Weights, beta: float | str = "width", curved: 
 
     Arguments:
         tensor_or_module: a tensor, taken whatever its shape, or a module whose parameters `curved` chooses.
-        beta: a positive float, or a rule of `calibrate_beta` applied to each tensor. Default "width", as SELAdam's. Of stacked
+        beta: a positive float, or a rule of `calibrate_beta` applied to each tensor. Default "width", lowered as SELAdam's. Of stacked
             matrices (batch_dims) SELAdam's init="mismatched" knows the width; here give a number.
         curved: for a module: "matrices" (two or more dimensions, under a rule with rms up to 0.8), "all",
             "none", or a callable (name, parameter) -> bool. Default "matrices".
@@ -127,7 +137,7 @@ def shrink(weight: Tensor, *scales: float, beta: float) -> Tensor:
 def _mismatch(weight: Tensor, beta: float | str) -> None:
     if weight.is_meta:
         raise ValueError(f"weights {NO_VALUES}")
-    beta = calibrate_beta(weight, beta) if isinstance(beta, str) else beta
+    beta = choose_beta(weight, beta) if isinstance(beta, str) else beta
     part = _shards.local(weight)
     part.copy_(shrink(part, beta=beta))
 

@@ -16,7 +16,7 @@ from . import _rule
 from ._options import CHOICES, DEFAULT_SCALE_LR, check_beta, check_scale_init, check_scale_lr, learned_kinds
 from ._rule import KINDS, Curve, Hyper, Slot, Views
 from .functional import sel_inverse
-from .init import NO_VALUES, calibrate_beta
+from .init import NO_VALUES, choose_beta
 from .schedule import scale_lr_multiplier
 
 if TYPE_CHECKING:
@@ -267,7 +267,7 @@ class _Sel:
             raise ValueError(f"weights {NO_VALUES}")
         beta = self.map.beta
         if isinstance(beta, str):
-            beta = calibrate_beta(p.detach(), beta, self.map.batch_dims)
+            beta = choose_beta(p.detach(), beta, self.map.batch_dims)
         start = {kind: beta if value == "beta" else float(value) for kind, value in self.scale_init.items()}
         state = _rule.create_state(
             p.detach(),

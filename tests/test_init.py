@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from seloptim.functional import sel_forward, sel_inverse
-from seloptim.init import calibrate_beta, mismatched_
+from seloptim.init import calibrate_beta, choose_beta, mismatched_
 from tests.oracle import resolve_beta, sel_map, sel_unmap
 
 
@@ -60,16 +60,17 @@ def test_auto_in_every_dtype(dtype: torch.dtype) -> None:
     ],
 )
 def test_width(shape: tuple[int, ...], beta: float) -> None:
-    assert calibrate_beta(torch.zeros(shape)) == pytest.approx(beta, rel=1e-14)
+    assert calibrate_beta(torch.ones(shape), "width") == pytest.approx(beta, rel=1e-14)
+    assert choose_beta(torch.zeros(shape), "width") == pytest.approx(beta, rel=1e-14)
     assert calibrate_beta(torch.empty(shape, device="meta"), "width") == pytest.approx(beta, rel=1e-14)
 
 
 @pytest.mark.parametrize(("rms", "beta"), [(0.05, 12.49), (0.1, 11.0), (0.5, 2.2), (1.0, 2.0)])
 def test_width_is_lowered_where_weights_are_large(rms: float, beta: float) -> None:
     weight = of_rms(rms, 2, 4094)
-    assert calibrate_beta(weight) == pytest.approx(beta, rel=1e-3)
-    assert calibrate_beta(weight) == pytest.approx(resolve_beta("width", weight), rel=1e-14)
-    assert calibrate_beta(weight.expand(3, 2, 4094), batch_dims=1) == pytest.approx(beta, rel=1e-3)
+    assert choose_beta(weight, "width") == pytest.approx(beta, rel=1e-3)
+    assert choose_beta(weight, "width") == pytest.approx(resolve_beta("width", weight), rel=1e-14)
+    assert choose_beta(weight.expand(3, 2, 4094), "width", 1) == pytest.approx(beta, rel=1e-3)
 
 
 @pytest.mark.parametrize("beta", [2.5, 12.5, "auto", "width"])
@@ -137,7 +138,6 @@ def test_mismatched_records_no_gradient() -> None:
     [
         (lambda: calibrate_beta(torch.ones(2, 2), "height"), ValueError, """must be "auto" or "width", got 'height'"""),
         (lambda: calibrate_beta(torch.tensor([1.0, math.nan])), ValueError, "weights that are not finite"),
-        (lambda: calibrate_beta(torch.tensor([1.0, math.nan]), "auto"), ValueError, "weights that are not finite"),
         (lambda: calibrate_beta(META, "auto"), ValueError, r"weights on the meta device, .*: materialise them before"),
         (lambda: mismatched_(META), ValueError, "weights on the meta device"),
         (lambda: mismatched_(nn.Linear(2, 2, device="meta"), 3.0), ValueError, "^weight: weights on the meta device"),
@@ -151,7 +151,7 @@ def test_mismatched_records_no_gradient() -> None:
         ),
         (lambda: mismatched_(nn.Linear(2, 2), curved="some"), ValueError, "curved must be .*, got 'some'"),
         (
-            lambda: mismatched_(broken()),
+            lambda: mismatched_(broken(), "auto"),
             ValueError,
             "^0.weight: beta cannot be chosen from weights that are not finite",
         ),

@@ -609,7 +609,7 @@ def test_mismatched_initialisation_is_the_functions(rule: Any) -> None:
         [p for size, s in zip((0.1, 0.4, 0.1), shapes, strict=True) for p in make([s], size=size)] for _ in "ab"
     )
     optimizer = SELAdam(ours, init="mismatched", **dict(zip(["beta"], rule, strict=False)))
-    betas = [init.calibrate_beta(p, *rule) for p in theirs]
+    betas = [init.choose_beta(p, rule[0] if rule else "width") for p in theirs]
     assert betas[1] == pytest.approx(1.1 / 0.4, rel=0.2)
     for p, q, beta in zip(ours, theirs, betas, strict=True):
         init.mismatched_(q.data, *rule)
@@ -802,7 +802,7 @@ def test_large_embeddings_are_left_alone_and_said_once(caplog: pytest.LogCapture
 @pytest.mark.parametrize("size", [0.9, 2.0, 0.5])
 @pytest.mark.parametrize("how", ["group", "all", "callable"])
 def test_asked_for_it_is_curved_with_a_small_beta(how: str, size: float, rule: str) -> None:
-    """Guard: init.calibrate_beta, for the rule "width", whose 2.81 for this shape is the larger one."""
+    """Guard: init.choose_beta, for the rule "width", whose 2.81 for this shape is the larger one."""
     p = nn.Parameter(mixed(200, 8, size=1.0))
     p.data.mul_(size / init._rms(p))
     group: Any = {"group": [{"params": [p], "curved": True}]}.get(how, [p])
