@@ -37,9 +37,8 @@ class Item(NamedTuple):
     slope: float  # what lr is divided by for raw
     rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen; on the host where step is a number
     sums: _shards.Sums | None = None  # of a DTensor, of which all the above is this rank's part
-    batch_dims: int = (
-        1  # of the state: 1 where its tensors are batches of matrices, as all but the CPU kernel need them
-    )
+    # Of the state's tensors: 1 where they are batches of matrices, as all but the CPU kernel need them.
+    batch_dims: int = 1
 
     def shape(self) -> tuple[int, int, int]:
         return _rule.matrix_shape(self.state.raw.value.shape, self.batch_dims)
