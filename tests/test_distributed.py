@@ -613,7 +613,7 @@ def a_fault_on_one_rank_is_raised_on_all(folder: Path) -> None:
     """Contract 28. Weights that are not finite or have no inverse. Guards: _on_every_rank, and _take asks all ranks."""
     cases: tuple[tuple[float, dict[str, Any], str], ...] = (
         (float("nan"), {"beta": "auto"}, "weights that are not finite"),
-        (float("nan"), {}, "weights that are not finite|its part on another rank"),
+        (float("nan"), {}, "non-finite weights|its part on another rank"),
         (float("inf"), {"beta": 12.5}, "non-finite weights|its part on another rank"),
         (float("nan"), {"beta": 12.5, "init": "mismatched"}, "is not finite|its part on another rank"),
         (-0.1, {"beta": 0.5}, "has no inverse|its part on another rank"),
