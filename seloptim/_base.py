@@ -460,9 +460,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
             state, dtype = self.state[p], _rule.state_dtype(p.dtype)
             for key, value in saved.items():
                 if key in NUMBERS:
-                    state[key] = float(
-                        value
-                    )  # a checkpoint that holds tensors alone made one of it, and torch cast that
+                    # A checkpoint that holds tensors alone made one of it, and torch cast that.
+                    state[key] = float(value)
                 elif isinstance(value, Tensor) and key != "step":
                     placed = _shards.placed(p, key, value.detach(), group["batch_dims"], group["structure"])
                     state[key] = placed.to(p.device, dtype, copy=True, memory_format=torch.contiguous_format)

@@ -245,7 +245,7 @@ class SELAdam(SELOptimizer):
             state.pop("from_adam", None)
             self._follow(p)
             self._place_counter(group, p)
-            if group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on during training, as in _views
+            if group["amsgrad"] and "max_exp_avg_sq" not in state:  # switched on during training, as in _slots
                 state["max_exp_avg_sq"] = torch.zeros_like(state["exp_avg_sq"])
             return
         state["step"] = torch.zeros((), dtype=torch.float32, device=self._counter_device(group, p))

@@ -318,10 +318,9 @@ struct Matrix {
 
 template <typename T>
 struct RowScales {
-  T e, m, n;    // as they are, 1 without a row factor
+  T e, l, n;    // as they are, 1 without a row factor
   T be, bl;     // e/beta, l/beta
   T bm;         // beta*m*log2(e)
-  T l;
   T em, en;     // e*m, e*n
 };
 
@@ -330,7 +329,7 @@ INLINE RowScales<T> row_scales(const Matrix<T>& x, int64_t i) {
   T s[kKinds] = {1, 1, 1, 1};
   if (x.has_row) std::memcpy(s, x.row.value + (x.one_row ? 0 : i * kKinds), sizeof s);
   RowScales<T> r;
-  r.e = s[E], r.l = s[L], r.m = s[M], r.n = s[N];
+  r.e = s[E], r.l = s[L], r.n = s[N];
   r.be = s[E] / x.beta, r.bl = s[L] / x.beta;
   r.bm = T(double(s[M]) * double(x.beta) * kLog2E);
   r.em = s[E] * s[M], r.en = s[E] * s[N];
