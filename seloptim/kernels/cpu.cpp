@@ -124,8 +124,9 @@ INLINE Vec<T> flip(Vec<T> v, Mask<T> sign) {
   return (Vec<T>)((Mask<T>)v ^ sign);
 }
 
-// What AVX-512 has instructions for: y in an integer, `nearest`, and the `rest`; x*2^t; which lanes are finite, or not zero; and
-// sum + x*y where a lane is.
+// What AVX-512 has instructions for: y in an integer, `nearest`, and the `rest`; the half of x*2^t, for an x that is in units of
+// `kUnit` (half of 2^t has the range of floats where 2^t itself does not); which lanes are finite, or not zero; sum + x*y where a lane is; and whether all lanes of one vector are finite and
+// none of another is zero, which one branch tells (elsewhere it would cost what it saves, and is denied).
 #if defined(__AVX512DQ__)
 
 using Lanes = uint32_t;
@@ -135,8 +136,10 @@ INLINE Vec<float> nearest(Vec<float> y) { return (Vec<float>)_mm512_roundscale_p
 INLINE Vec<double> nearest(Vec<double> y) { return (Vec<double>)_mm512_roundscale_pd((__m512d)y, kNearest); }
 INLINE Vec<float> rest(Vec<float> y, Vec<float>) { return (Vec<float>)_mm512_reduce_ps((__m512)y, kNearest); }
 INLINE Vec<double> rest(Vec<double> y, Vec<double>) { return (Vec<double>)_mm512_reduce_pd((__m512d)y, kNearest); }
-INLINE Vec<float> scale(Vec<float> x, Vec<float> t) { return (Vec<float>)_mm512_scalef_ps((__m512)x, (__m512)t); }
-INLINE Vec<double> scale(Vec<double> x, Vec<double> t) { return (Vec<double>)_mm512_scalef_pd((__m512d)x, (__m512d)t); }
+template <typename T>
+constexpr T kUnit = 0.5;  // the instruction knows 2^t in its whole range
+INLINE Vec<float> half_scale(Vec<float> x, Vec<float> t) { return (Vec<float>)_mm512_scalef_ps((__m512)x, (__m512)t); }
+INLINE Vec<double> half_scale(Vec<double> x, Vec<double> t) { return (Vec<double>)_mm512_scalef_pd((__m512d)x, (__m512d)t); }
 
 constexpr int kNotFinite = 0x99;  // NaN of either kind, infinity of either sign
 INLINE Lanes finite(Vec<float> v) { return _knot_mask16(_mm512_fpclass_ps_mask((__m512)v, kNotFinite)); }
@@ -148,6 +151,16 @@ INLINE Vec<float> add_where(Lanes lanes, Vec<float> x, Vec<float> y, Vec<float> 
 }
 INLINE Vec<double> add_where(Lanes lanes, Vec<double> x, Vec<double> y, Vec<double> sum) {
   return (Vec<double>)_mm512_mask3_fmadd_pd((__m512d)x, (__m512d)y, (__m512d)sum, lanes);
+}
+INLINE Vec<float> smaller(Vec<float> x, Vec<float> y) { return (Vec<float>)_mm512_min_ps((__m512)x, (__m512)y); }
+INLINE Vec<double> smaller(Vec<double> x, Vec<double> y) { return (Vec<double>)_mm512_min_pd((__m512d)x, (__m512d)y); }
+INLINE bool finite_and_not_zero(Vec<float> x, Vec<float> y) {
+  return _kortestz_mask16_u8(_mm512_fpclass_ps_mask((__m512)x, kNotFinite),
+                             _mm512_cmp_ps_mask((__m512)y, __m512{}, _CMP_EQ_OQ));
+}
+INLINE bool finite_and_not_zero(Vec<double> x, Vec<double> y) {
+  return _kortestz_mask8_u8(_mm512_fpclass_pd_mask((__m512d)x, kNotFinite),
+                            _mm512_cmp_pd_mask((__m512d)y, __m512d{}, _CMP_EQ_OQ));
 }
 
 #else
@@ -177,10 +190,12 @@ INLINE V rest(V y, V t) {
   return clamp(y) - (t - Simd<std::decay_t<decltype(y[0])>>::round);
 }
 
+template <typename T>
+constexpr T kUnit = 1;
 template <typename V>
-INLINE V scale(V x, V t) {
+INLINE V half_scale(V x, V t) {
   using S = Simd<std::decay_t<decltype(x[0])>>;
-  return x * (V)(((typename S::U)t << S::mantissa) + (typename S::Bits(S::bias) << S::mantissa));
+  return x * (V)(((typename S::U)t << S::mantissa) + (typename S::Bits(S::bias - 1) << S::mantissa));
 }
 
 template <typename V>
@@ -194,6 +209,14 @@ INLINE auto not_zero(V v) {
 template <typename Lanes, typename V>
 INLINE V add_where(Lanes lanes, V x, V y, V sum) {
   return sum + (lanes ? x * y : V{});
+}
+template <typename V>
+INLINE V smaller(V x, V y) {
+  return x < y ? x : y;
+}
+template <typename V>
+INLINE bool finite_and_not_zero(V, V) {
+  return false;
 }
 
 #endif
@@ -238,39 +261,38 @@ INLINE void store(T* to, const Vecs<T, P>& p) {
   for (int i = 0; i < P; ++i) store(to + i * kWidth<T>, p.v[i]);
 }
 
-// 2^y = 2 * 2^below * (1 + part): part is accurate near zero, and 2^below does not overflow where the result does not.
+// 2^y = 2^whole * (1 + part), part in kUnit and accurate near zero.
 template <typename T, int P>
-INLINE void exp2_parts(const Vecs<T, P>& y, Vecs<T, P>& below, Vecs<T, P>& part) {
+INLINE void exp2_parts(const Vecs<T, P>& y, Vecs<T, P>& whole, Vecs<T, P>& part) {
   using S = Simd<T>;
   constexpr int terms = sizeof(S::poly) / sizeof(T);
-  const auto whole = EACH_OF(nearest(y.v[i]));
+  whole = EACH_OF(nearest(y.v[i]));
   const auto f = EACH_OF(rest(y.v[i], whole.v[i]));
-  auto q = f * S::poly[terms - 1] + S::poly[terms - 2];
+  auto q = f * (S::poly[terms - 1] * kUnit<T>) + S::poly[terms - 2] * kUnit<T>;
 #pragma GCC unroll 16
-  for (int k = terms - 3; k >= 0; --k) q = q * f + S::poly[k];
+  for (int k = terms - 3; k >= 0; --k) q = q * f + S::poly[k] * kUnit<T>;
   part = q * f;
-  below = whole - T(1);
 }
 
+// Half of 2^y - 1.
 template <typename T, int P>
-INLINE Vecs<T, P> expm1_base2(const Vecs<T, P>& y) {
-  Vecs<T, P> below, part;
-  exp2_parts<T, P>(y, below, part);
-  const Vec<T> one = T(1) - Vec<T>{};
-  const auto x = EACH_OF(scale(part.v[i], below.v[i])) + EACH_OF(scale(one, below.v[i]) - T(0.5));
-  return x + x;
+INLINE Vecs<T, P> half_expm1_base2(const Vecs<T, P>& y) {
+  Vecs<T, P> whole, part;
+  exp2_parts<T, P>(y, whole, part);
+  const Vec<T> unit = kUnit<T> - Vec<T>{};
+  return EACH_OF(half_scale(part.v[i], whole.v[i])) + EACH_OF(half_scale(unit, whole.v[i]) - T(0.5));
 }
 
 template <typename T, int P>
 INLINE Vecs<T, P> exp_base2(const Vecs<T, P>& y) {
-  Vecs<T, P> below, part;
-  exp2_parts<T, P>(y, below, part);
-  const auto x = EACH_OF(scale(part.v[i] + T(1), below.v[i]));
-  return x + x;
+  Vecs<T, P> whole, part;
+  exp2_parts<T, P>(y, whole, part);
+  const auto half = EACH_OF(half_scale(part.v[i] + kUnit<T>, whole.v[i]));
+  return half + half;
 }
 
-constexpr int kPack = 2;    // vectors in lockstep
-constexpr int kStrip = 16;  // vectors of a row that go through one part of the work before the next part begins
+constexpr int kPack = 2, kPush = 4;  // vectors in lockstep, in the first and in the second pass
+constexpr int kStrip = 16;           // vectors of a row that are pulled and updated before their map, where that follows at once
 static_assert(kStrip % kPack == 0);
 
 constexpr double kLog2E = 1.4426950408889634074;
@@ -319,7 +341,8 @@ struct Matrix {
 template <typename T>
 struct RowScales {
   T e, l, n;    // as they are, 1 without a row factor
-  T be, bl;     // e/beta, l/beta
+  T be, be2;    // e/beta, and its double
+  T bl;         // l/beta
   T bm;         // beta*m*log2(e)
   T em, en;     // e*m, e*n
 };
@@ -330,7 +353,7 @@ INLINE RowScales<T> row_scales(const Matrix<T>& x, int64_t i) {
   if (x.has_row) std::memcpy(s, x.row.value + (x.one_row ? 0 : i * kKinds), sizeof s);
   RowScales<T> r;
   r.e = s[E], r.l = s[L], r.n = s[N];
-  r.be = s[E] / x.beta, r.bl = s[L] / x.beta;
+  r.be = s[E] / x.beta, r.be2 = r.be + r.be, r.bl = s[L] / x.beta;
   r.bm = T(double(s[M]) * double(x.beta) * kLog2E);
   r.em = s[E] * s[M], r.en = s[E] * s[N];
   return r;
@@ -351,7 +374,7 @@ template <typename T>
 struct Work {
   static constexpr int W = kWidth<T>;
   int64_t stride = 0;
-  std::vector<char> memory;
+  std::unique_ptr<char[]> memory;
   T* base = nullptr;
   T scalars[kKinds];
 
@@ -359,36 +382,31 @@ struct Work {
 
   void reserve(int64_t cols) {
     stride = padded(cols);
-    memory.resize(((kColumns + int(kKinds) + 2) * stride + (kStrip + 6) * W) * sizeof(T) + 64);
-    base = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    memory.reset(new char[((kColumns + int(kKinds) + 2) * stride + 6 * W) * sizeof(T) + 64]);
+    base = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
   }
 
   // of a vector's first column j, a multiple of W, where `lines` vectors stand side by side
   INLINE T* column(int64_t j, int lines) { return base + j * lines; }
   T* totals(int64_t j) { return base + kColumns * stride + j * kKinds; }
-  T total(int64_t j, int kind) { return totals(j / W * W)[kind * W + j % W]; }
   T* grad() { return base + (kColumns + int(kKinds)) * stride; }
   T* weight() { return grad() + stride; }
-  T* strip() { return weight() + stride; }
-  T* edge() { return strip() + kStrip * W; }
+  T* edge() { return weight() + stride; }
 
   // The patterns of all columns; padding is zero.
   void fill(const Matrix<T>& x, int lines, bool push) {
-    for (int64_t j = 0; j < padded(x.cols); j += W) {
-      T* to = column(j, lines);
-      for (int64_t i = 0; i < W; ++i) {
-        T s[kKinds] = {0, 0, 0, 0};
-        if (j + i < x.cols && x.has_col)
-          std::memcpy(s, x.col.value + (j + i) * kKinds, sizeof s);
-        else if (j + i < x.cols)
-          std::fill(s, s + kKinds, T(1));
-        const auto put = [&](int line, T value) { to[line * W + i] = value; };
-        put(kE, s[E]), put(kL, s[L]), put(kM, s[M]);
-        if (push && lines > kM + 1) put(kM + 1, s[N]);
-        if (push) continue;
-        put(kEM, s[E] * s[M]);
-        if (lines > kN) put(kN, s[N]), put(kEN, s[E] * s[N]);
-      }
+    for (int64_t j = 0; j < x.cols; j += W) {
+      const int64_t count = std::min<int64_t>(W, x.cols - j);
+      T s[kKinds][W] = {};
+      for (int64_t i = 0; i < count; ++i)
+        for (int k = 0; k < kKinds; ++k) s[k][i] = x.has_col ? x.col.value[(j + i) * kKinds + k] : T(1);
+      const auto put = [&, to = column(j, lines)](int line, Vec<T> value) { store(to + line * W, value); };
+      const Vec<T> e = load(s[E]), m = load(s[M]), n = load(s[N]);
+      put(kE, e), put(kL, load(s[L])), put(kM, m);
+      if (push && lines > kM + 1) put(kM + 1, n);
+      if (push) continue;
+      put(kEM, e * m);
+      if (lines > kN) put(kN, n), put(kEN, e * n);
     }
   }
 
@@ -497,11 +515,11 @@ INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>& r, const T* c) 
   constexpr int lines = learns(train) ? pushed(has_n) : pulled(train);
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
-  const auto unsigned_X = expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
-  const auto X = EACH_OF(flip<T>(unsigned_X.v[i], sign.v[i]));
-  auto be = product<P, train>(r.be, c, lines, kE);
-  if (has_n) be = be * shift<P>(r, c, lines, kM + 1);
-  return X * be + product<P, train>(r.bl, c, lines, kL) * (congruent ? raw : a);
+  const auto half = half_expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
+  const auto signed_half = EACH_OF(flip<T>(half.v[i], sign.v[i]));
+  auto be2 = product<P, train>(r.be2, c, lines, kE);
+  if (has_n) be2 = be2 * shift<P>(r, c, lines, learns(train) ? kM + 1 : kN);
+  return signed_half * be2 + product<P, train>(r.bl, c, lines, kL) * (congruent ? raw : a);
 }
 
 // Some vectors of one row: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums.
@@ -511,7 +529,8 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
   constexpr int W = kWidth<T>, lines = pulled(train);
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
-  const auto X = expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
+  const auto half = half_expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
+  const auto X = half + half;
   const auto signed_g = EACH_OF(flip<T>(g.v[i], sign.v[i]));
   const auto path = congruent ? g : signed_g;
   auto t = g * X + g;  // g*(1 + X)*N
@@ -520,29 +539,44 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
     const auto shrink = shift<P>(r, c, lines, kN);
     t = t * shrink, U = U * shrink;
   }
+  bool ordinary = false;
   if (learns(train)) {
     const auto V = path * raw, W_ = t * raw;
-    // A number that is not finite would spread over its whole row and column. W is not finite where U or V is not.
-    const auto lanes = EACH_OF(finite(W_.v[i]));
-    const auto add = [&](Kind kind, const Vecs<T, P>& share, Column pattern, T row_pattern, Column sum)
-                         __attribute__((always_inline)) {
-      if (train == kAny && !(learned >> kind & 1)) return;
+    // Almost always there is nothing to look at in any lane.
+    auto all = W_.v[0], least = a.v[0];
 #pragma GCC unroll 8
-      for (int i = 0; i < P; ++i) {
-        T* at = c + i * lines * W;
-        row[kind] = add_where(lanes.v[i], share.v[i], load(at + pattern * W), row[kind]);
-        if (has_col)
-          store(at + sum * W, add_where(lanes.v[i], share.v[i], row_pattern - Vec<T>{}, load(at + sum * W)));
-      }
+    for (int i = 1; i < P; ++i) all = all + W_.v[i], least = smaller(least, a.v[i]);
+    ordinary = finite_and_not_zero(all, least);
+    // plus(i, x, y, sum) is sum + x*y for vector i of the pack
+    const auto add = [&](auto plus) __attribute__((always_inline)) {
+      const auto kind = [&](Kind k, const Vecs<T, P>& share, Column pattern, T row_pattern, Column sum)
+                            __attribute__((always_inline)) {
+        if (train == kAny && !(learned >> k & 1)) return;
+#pragma GCC unroll 8
+        for (int i = 0; i < P; ++i) {
+          T* at = c + i * lines * W;
+          row[k] = plus(i, share.v[i], load(at + pattern * W), row[k]);
+          if (has_col) store(at + sum * W, plus(i, share.v[i], row_pattern - Vec<T>{}, load(at + sum * W)));
+        }
+      };
+      kind(E, U, kE, r.e, kSumE);
+      kind(L, V, kL, r.l, kSumL);
+      kind(M, W_, kEM, r.em, kSumM);
+      if (train == kAny) kind(N, U, kEN, r.en, kSumN);
     };
-    add(E, U, kE, r.e, kSumE);
-    add(L, V, kL, r.l, kSumL);
-    add(M, W_, kEM, r.em, kSumM);
-    if (train == kAny) add(N, U, kEN, r.en, kSumN);
+    if (__builtin_expect(ordinary, true)) {
+      add([](int, Vec<T> x, Vec<T> y, Vec<T> sum) __attribute__((always_inline)) { return sum + x * y; });
+    } else {
+      // A number that is not finite would spread over its whole row and column. W is not finite where U or V is not.
+      const auto lanes = EACH_OF(finite(W_.v[i]));
+      add([&](int i, Vec<T> x, Vec<T> y, Vec<T> sum) __attribute__((always_inline)) {
+        return add_where(lanes.v[i], x, y, sum);
+      });
+    }
   }
   const auto slope = t * product<P, train>(r.em, c, lines, kEM);
   const auto bl = product<P, train>(r.bl, c, lines, kL);
-  if (congruent) return path * bl + slope;
+  if (congruent || ordinary) return path * bl + slope;
   // s is 0 at 0: the slope there is the mean of the two one-sided ones
   return EACH_OF(add_where(not_zero(raw.v[i]), path.v[i], bl.v[i], slope.v[i]));
 }
@@ -550,7 +584,7 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
 // Adam on some vectors of raw.
 template <int P, typename T>
 INLINE void update(const Vecs<T, P>& grad, const Slot<T>& s, const Adam<T>& adam) {
-  const auto old = load<P>(s.avg);
+  const auto raw = load<P>(s.value), old = load<P>(s.avg);
   // as torch's lerp; the other form keeps grad whole where beta1 is small
   const auto avg = adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
                                        : old * adam.beta1 + grad * adam.one_minus_beta1;
@@ -564,38 +598,48 @@ INLINE void update(const Vecs<T, P>& grad, const Slot<T>& s, const Adam<T>& adam
   }
   if (!adam.writes) return;
   const auto root = EACH_OF(square_root(sq.v[i]));
-  store<T, P>(s.value, load<P>(s.value) * adam.decay - avg / (root * adam.denominator + adam.eps));
+  store<T, P>(s.value, raw * adam.decay - avg / (root * adam.denominator + adam.eps));
 }
 
-// Adam on the four kinds of one entry of a factor.
-template <typename T>
-inline void factor_step(const Matrix<T>& x, const Slot<T>& s, const T* gradient) {
-  using V4 = typename Simd<T>::V4;
-  const Adam<T>& adam = x.adam;
-  V4 g, value, avg, sq, rate;
+// Adam on some entries of a factor, of four kinds each: as many as fill a V.
+template <typename V, typename T>
+INLINE void factor_step(const Adam<T>& adam, const Slot<T>& s, const T* gradient) {
+  V g, value, avg, sq, rate;
+  for (size_t k = 0; k < sizeof rate / sizeof adam.rates; ++k)
+    std::memcpy(reinterpret_cast<char*>(&rate) + k * sizeof adam.rates, adam.rates, sizeof adam.rates);
   std::memcpy(&g, gradient, sizeof g);
   std::memcpy(&value, s.value, sizeof g);
   std::memcpy(&avg, s.avg, sizeof g);
   std::memcpy(&sq, s.sq, sizeof g);
-  std::memcpy(&rate, adam.rates, sizeof g);
   avg = avg * adam.beta1 + g * adam.one_minus_beta1;
   sq = sq * adam.beta2 + g * (g * adam.one_minus_beta2);
   std::memcpy(s.avg, &avg, sizeof g);
   std::memcpy(s.sq, &sq, sizeof g);
   if (s.max) {
-    V4 max;
+    V max;
     std::memcpy(&max, s.max, sizeof g);
     sq = sq <= max ? max : sq;
     std::memcpy(s.max, &sq, sizeof g);
   }
   if (!adam.writes) return;
   // a frozen kind has the rate 0, and 0/0 with eps = 0
-  value = rate == V4{} ? value : value - rate * (avg / (square_root(sq) * adam.denominator + adam.eps));
+  value = rate == V{} ? value : value - rate * (avg / (square_root(sq) * adam.denominator + adam.eps));
   std::memcpy(s.value, &value, sizeof g);
 }
 
-// Beside the columns' patterns the processor's own prefetching does not keep up with the state. Into the second cache: the first is
-// theirs.
+template <typename T>
+inline void factor_steps(const Matrix<T>& x, const Slot<T>& s, const T* gradients, int64_t count) {
+  constexpr int together = std::max(1, kWidth<T> / int(kKinds));
+  int64_t i = 0;
+  for (; together > 1 && i + together <= count; i += together)
+    factor_step<Vec<T>>(x.adam, s.at(i * kKinds), gradients + i * kKinds);
+  for (; i < count; ++i) factor_step<typename Simd<T>::V4>(x.adam, s.at(i * kKinds), gradients + i * kKinds);
+}
+
+// The processor's own prefetching keeps up with the state only while the columns' lines stay in the first cache: what is fetched
+// of them again from the second takes its place. Into the second cache: the first is theirs.
+constexpr int64_t kNear = 12 << 10;  // bytes
+
 template <int P, typename T>
 INLINE void prefetch(const T* from) {
 #pragma GCC unroll 8
@@ -617,8 +661,8 @@ struct Edge {
   void give(int slot, T* to) const { std::copy(memory + slot * kWidth<T>, memory + slot * kWidth<T> + count, to); }
 };
 
-// A row in strips, each taken through pull, update and (where nothing is learned) map in turn: their loops apart, since the
-// divisions of one would hold up the others.
+// A row through pull, update and (where nothing is learned) map. Each pack's update comes one pack late: its root and division then
+// run beside the sums of the next, and nothing waits for them.
 template <typename T, bool congruent, Train train, bool has_n>
 INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) {
   constexpr int W = kWidth<T>, lines = pulled(train);
@@ -629,30 +673,33 @@ INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& wor
   const T* g = gradient(x, h, i, work);
   const Slot<T> s = x.raw.at(i * x.cols);
   T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
-  T* grads = work.strip();
+  const bool far = learns(train) && lines * x.cols * int64_t(sizeof(T)) > kNear;
   Vec<T> row[kKinds]{};
   // `count` vectors, a multiple of P, whose gradient, state, weight and columns begin at these
-  const auto step = [&]<int P>(const T* g, const Slot<T>& s, T* weight, T* c, int count) __attribute__((always_inline)) {
-    for (int k = 0; k < count; k += P) {
-      if (learns(train)) prefetch<P>(g + k * W), prefetch<P>(s.value + k * W);
-      store<T, P>(grads + k * W, pull<T, congruent, train, has_n, P>(load<P>(g + k * W), load<P>(s.value + k * W), scales,
-                                                                     c + k * lines * W, h.learned, x.has_col, row));
+  const auto step = [&]<int P>(const T* g, const Slot<T>& s, T* weight, T* c, int64_t count)
+                        __attribute__((always_inline)) {
+    Vecs<T, P> ready{};
+    for (int64_t k = 0; k < count; k += P) {
+      if (far) {
+        prefetch<P>(g + k * W), prefetch<P>(s.value + k * W);
+        prefetch<P>(s.avg + k * W), prefetch<P>(s.sq + k * W);
+      }
+      const auto grad = pull<T, congruent, train, has_n, P>(load<P>(g + k * W), load<P>(s.value + k * W), scales,
+                                                            c + k * lines * W, h.learned, x.has_col, row);
+      if (k) update<P>(ready, s.at((k - P) * W), adam);
+      ready = grad;
     }
-    for (int k = 0; k < count; k += P) {
-      if (learns(train)) prefetch<P>(s.avg + k * W), prefetch<P>(s.sq + k * W);
-      update<P>(load<P>(grads + k * W), s.at(k * W), adam);
-    }
+    if (count) update<P>(ready, s.at((count - P) * W), adam);
     if (maps)
-      for (int k = 0; k < count; k += P)
+      for (int64_t k = 0; k < count; k += P)
         store<T, P>(weight + k * W,
                     map<T, congruent, train, has_n, P>(load<P>(s.value + k * W), scales, c + k * lines * W));
   };
-  int64_t j = 0;
-  for (; j + kStrip * W <= x.cols; j += kStrip * W)
-    step.template operator()<kPack>(g + j, s.at(j), weight + j, work.column(j, lines), kStrip);
-  const int vectors = int((x.cols - j) / W);
-  step.template operator()<1>(g + j, s.at(j), weight + j, work.column(j, lines), vectors);
-  j += vectors * W;
+  const int64_t whole = x.cols / (kPack * W) * kPack * W, strip = maps ? kStrip * W : whole;
+  for (int64_t j = 0; j < whole; j += strip)
+    step.template operator()<kPack>(g + j, s.at(j), weight + j, work.column(j, lines), std::min(strip, whole - j) / W);
+  int64_t j = whole;
+  for (; j + W <= x.cols; j += W) step.template operator()<1>(g + j, s.at(j), weight + j, work.column(j, lines), 1);
   if (j < x.cols) {
     const Edge<T> edge{work.edge(), x.cols - j};
     const Slot<T> rest = s.at(j);
@@ -671,7 +718,7 @@ INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& wor
   if (x.one_row)
     for (int k = 0; k < kKinds; ++k) work.scalars[k] += found[k];
   else if (h.learned)
-    factor_step(x, x.row.at(i * kKinds), found);
+    factor_steps(x, x.row.at(i * kKinds), found, 1);
 }
 
 template <typename T, bool congruent, Train train, bool has_n>
@@ -681,14 +728,14 @@ INLINE void push_row(const Matrix<T>& x, int64_t i, Work<T>& work) {
   const RowScales<T> scales = row_scales(x, i);
   const T* raw = x.raw.value + i * x.cols;
   T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
+  const bool far = lines * x.cols * int64_t(sizeof(T)) > kNear;
   const auto step = [&]<int P>(const T* raw, T* weight, int64_t j) __attribute__((always_inline)) {
     store<T, P>(weight, map<T, congruent, train, has_n, P>(load<P>(raw), scales, work.column(j, lines)));
   };
   int64_t j = 0;
-  for (; j + kPack * W <= x.cols; j += kPack * W) {
-    prefetch<kPack>(raw + j);
-    prefetch<kPack>(weight + j);
-    step.template operator()<kPack>(raw + j, weight + j, j);
+  for (; j + kPush * W <= x.cols; j += kPush * W) {
+    if (far) prefetch<kPush>(raw + j), prefetch<kPush>(weight + j);
+    step.template operator()<kPush>(raw + j, weight + j, j);
   }
   for (; j + W <= x.cols; j += W) step.template operator()<1>(raw + j, weight + j, j);
   if (j < x.cols) {
@@ -724,94 +771,135 @@ void push_rows(const Matrix<T>& x, int64_t from, int64_t to, Work<T>& work) {
   for (int64_t i = from; i < to; ++i) push_row<T, congruent, train, has_n>(x, i, work);
 }
 
-// Adam on what all rows have a share in: the column factors, and a row factor of one number. `works` in a fixed order.
+// Adam on what all rows have a share in: the column factors, and a row factor of one number. `works` in the order of their rows.
 template <typename T>
-void finish_factors(const Matrix<T>& x, Work<T>* works, int64_t count) {
-  if (x.has_col) {
-    for (int64_t j = 0; j < x.cols; ++j) {
-      T found[kKinds] = {0, 0, 0, 0};
-      for (int64_t w = 0; w < count; ++w)
-        for (int k = 0; k < kKinds; ++k) found[k] += works[w].total(j, k);
-      const T e = x.col.value[j * kKinds + E];
-      found[E] /= x.beta, found[L] /= x.beta;
-      found[M] *= e, found[N] *= -e / x.beta;
-      factor_step(x, x.col.at(j * kKinds), found);
-    }
+void finish_factors(const Matrix<T>& x, const std::vector<Work<T>*>& works) {
+  constexpr int W = kWidth<T>;
+  for (int64_t j = 0; x.has_col && j < x.cols; j += W) {
+    const int64_t count = std::min<int64_t>(W, x.cols - j);
+    const Slot<T> s = x.col.at(j * kKinds);
+    T e[W] = {}, sums[kKinds][W], gradients[W * kKinds];
+    for (int64_t i = 0; i < count; ++i) e[i] = s.value[i * kKinds + E];
+    Vec<T> found[kKinds] = {};
+    for (Work<T>* work : works)
+      for (int k = 0; k < kKinds; ++k) found[k] += load(work->totals(j) + k * W);
+    found[E] /= x.beta, found[L] /= x.beta;
+    found[M] *= load(e), found[N] *= -load(e) / x.beta;
+    for (int k = 0; k < kKinds; ++k) store(sums[k], found[k]);
+    for (int64_t i = 0; i < W; ++i)
+      for (int k = 0; k < kKinds; ++k) gradients[i * kKinds + k] = sums[k][i];
+    factor_steps(x, s, gradients, count);
   }
   if (x.has_row && x.one_row) {
     T found[kKinds] = {0, 0, 0, 0};
-    for (int64_t w = 0; w < count; ++w)
-      for (int k = 0; k < kKinds; ++k) found[k] += works[w].scalars[k];
-    factor_step(x, x.row, found);
+    for (Work<T>* work : works)
+      for (int k = 0; k < kKinds; ++k) found[k] += work->scalars[k];
+    factor_steps(x, x.row, found, 1);
   }
 }
 
-template <typename T, bool congruent, Train train, bool has_n>
-void step_matrix(const Matrix<T>& x, const Hyper& h, std::vector<Work<T>>& works, int64_t first, bool alone) {
-  const int64_t count = alone ? 1 : std::min<int64_t>(works.size(), x.rows);
-  const auto over_rows = [&](const auto& body) {
-    if (count == 1) {
-      body(int64_t(0), x.rows, works[first]);
-      return;
-    }
-    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-      for (int64_t w = begin; w < end; ++w) body(x.rows * w / count, x.rows * (w + 1) / count, works[w]);
-    });
+// `body` with the two passes over rows that are compiled for this kind of matrix, and whether the second is needed.
+template <typename T, bool congruent, typename F>
+void by_kind(const Matrix<T>& x, const Hyper& h, const F& body) {
+  const auto with = [&]<Train train, bool has_n>() {
+    body(pull_rows<T, congruent, train, has_n>, push_rows<T, congruent, train, has_n>, learns(train) && x.adam.writes);
   };
-  over_rows([&](int64_t from, int64_t to, Work<T>& work) {
-    pull_rows<T, congruent, train, has_n>(x, h, from, to, work);
-  });
-  if (!learns(train)) return;
-  if (h.learned) finish_factors(x, &works[first], count);
-  if (!x.adam.writes) return;
-  over_rows([&](int64_t from, int64_t to, Work<T>& work) { push_rows<T, congruent, train, has_n>(x, from, to, work); });
+  if (x.has_n)
+    with.template operator()<kAny, true>();
+  else if (h.learned == 0 && !x.has_col)
+    with.template operator()<kConstant, false>();
+  else if (h.learned == 0)
+    with.template operator()<kFrozen, false>();
+  else if (h.learned == (1 << E | 1 << L | 1 << M))
+    with.template operator()<kUsual, false>();
+  else
+    with.template operator()<kAny, false>();
 }
 
-template <typename T, bool congruent>
-void step_by_kinds(const Matrix<T>& x, const Hyper& h, std::vector<Work<T>>& works, int64_t first, bool alone) {
-  if (x.has_n)
-    step_matrix<T, congruent, kAny, true>(x, h, works, first, alone);
-  else if (h.learned == 0 && !x.has_col)
-    step_matrix<T, congruent, kConstant, false>(x, h, works, first, alone);
-  else if (h.learned == 0)
-    step_matrix<T, congruent, kFrozen, false>(x, h, works, first, alone);
-  else if (h.learned == (1 << E | 1 << L | 1 << M))
-    step_matrix<T, congruent, kUsual, false>(x, h, works, first, alone);
+template <typename T, typename F>
+void by_kind(const Matrix<T>& x, const Hyper& h, const F& body) {
+  if (h.congruent)
+    by_kind<T, true>(x, h, body);
   else
-    step_matrix<T, congruent, kAny, false>(x, h, works, first, alone);
+    by_kind<T, false>(x, h, body);
 }
 
 constexpr int64_t kAlone = 1 << 16;  // fewer elements than these are one thread's work
 
+// Some rows of a matrix of which other threads have the rest.
+template <typename T>
+struct Part {
+  const Matrix<T>* matrix;
+  int64_t thread, from, to;
+  Work<T> work;
+};
+
+// The matrices stand in a line that is cut into equal lengths, one for each thread. What lies in one length is stepped without a look
+// at the others; of a matrix that is cut the threads pull their parts, and push them when its factors have moved. Where the cuts
+// are depends on the sizes and the number of threads alone, so that results repeat.
 template <typename T>
 void step_all(const std::vector<Matrix<T>>& matrices, const Hyper& h) {
-  int64_t widest = 0, small = 0;
+  int64_t total = 0, before = 0;
+  for (const auto& x : matrices) total += x.rows * x.cols;
+  const int64_t threads = std::clamp<int64_t>(total / (kAlone / 2), 1, at::get_num_threads());
+  std::vector<std::vector<const Matrix<T>*>> whole(threads);
+  std::vector<Part<T>> parts;
+  std::vector<std::pair<size_t, size_t>> cut;  // the parts of one matrix: the first, and the one after the last
   for (const auto& x : matrices) {
-    widest = std::max(widest, x.cols);
-    small += x.rows * x.cols < kAlone ? x.rows * x.cols : 0;
+    const int64_t size = x.rows * x.cols;
+    const int64_t sliver = size < kAlone ? size / 2 + 1 : kAlone / 4;  // a cut as near to an end as this is made there
+    const auto first_row = [&](int64_t thread) {
+      const int64_t at = thread * total / threads - before;
+      return thread == threads || at > size - sliver ? x.rows : at < sliver ? 0 : at / x.cols;
+    };
+    const size_t first = parts.size();
+    for (int64_t t = 0, from = 0; t < threads; ++t) {
+      const int64_t to = first_row(t + 1);
+      if (from == 0 && to == x.rows)
+        whole[t].push_back(&x);
+      else if (from < to)
+        parts.push_back({&x, t, from, to, {}});
+      from = to;
+    }
+    if (parts.size() > first) cut.emplace_back(first, parts.size());
+    before += size;
   }
-  std::vector<Work<T>> works(at::get_num_threads());
-  for (auto& work : works) work.reserve(widest);
-  const auto step = [&](const Matrix<T>& x, int64_t first, bool alone) {
-    if (h.congruent)
-      step_by_kinds<T, true>(x, h, works, first, alone);
-    else
-      step_by_kinds<T, false>(x, h, works, first, alone);
+  const auto each_thread = [&](int64_t count, const auto& body) {
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t k = begin; k < end; ++k) body(k);
+    });
   };
-  const int64_t threads = works.size();
-  at::parallel_for(0, small < kAlone / 2 ? 1 : threads, 1, [&](int64_t begin, int64_t end) {
-    const int64_t parts = small < kAlone / 2 ? 1 : threads;
-    int64_t before = 0;
-    for (const auto& x : matrices) {
-      const int64_t size = x.rows * x.cols;
-      if (size >= kAlone) continue;
-      const int64_t owner = std::min(parts - 1, before * parts / std::max<int64_t>(1, small));
-      if (owner >= begin && owner < end) step(x, owner, true);
-      before += size;
+  each_thread(threads, [&](int64_t thread) {
+    Work<T> work;
+    for (const Matrix<T>* x : whole[thread]) {
+      by_kind(*x, h, [&](auto pull, auto push, bool pushes) {
+        work.reserve(x->cols);
+        pull(*x, h, 0, x->rows, work);
+        if (h.learned) finish_factors(*x, {&work});
+        if (pushes) push(*x, 0, x->rows, work);
+      });
+    }
+    for (Part<T>& part : parts) {
+      if (part.thread != thread) continue;
+      part.work.reserve(part.matrix->cols);
+      by_kind(*part.matrix, h, [&](auto pull, auto, bool) { pull(*part.matrix, h, part.from, part.to, part.work); });
     }
   });
-  for (const auto& x : matrices)
-    if (x.rows * x.cols >= kAlone) step(x, 0, false);
+  if (cut.empty()) return;
+  if (h.learned) {
+    each_thread(cut.size(), [&](int64_t k) {
+      std::vector<Work<T>*> works;
+      for (size_t part = cut[k].first; part < cut[k].second; ++part) works.push_back(&parts[part].work);
+      finish_factors(*parts[cut[k].first].matrix, works);
+    });
+  }
+  each_thread(threads, [&](int64_t thread) {
+    for (Part<T>& part : parts) {
+      by_kind(*part.matrix, h, [&](auto, auto push, bool pushes) {
+        if (pushes && part.thread == thread) push(*part.matrix, part.from, part.to, part.work);
+      });
+    }
+  });
 }
 
 // ------------------------------------------------------------------------------------------------------------ torch's side
