@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 import os
 import subprocess
 import sys
@@ -36,9 +37,12 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def scattered(shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], seed: int = 0) -> SELAdam:
+def scattered(
+    shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], seed: int = 0, zeros: bool = True
+) -> SELAdam:
     """An optimizer with one parameter whose whole state is random, as if it had trained; it is at its fifth step."""
-    p = nn.Parameter(mixed(*shape, seed=seed, size=0.05).to(dtype))
+    start = mixed(*shape, seed=seed, size=0.05)
+    p = nn.Parameter((start if zeros else torch.where(start == 0, 0.01, start)).to(dtype))
     optimizer = SELAdam([p], curved="all", lr=1e-2, **options)
     optimizer.raw(p)
     state = optimizer.state[p]
@@ -131,12 +135,13 @@ def test_one_step_from_a_random_state_is_the_rule(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("combine", ["mismatched", "congruent"])
 @pytest.mark.parametrize("name", ["structure_row_col", "structure_none", "all_kinds", "coupled"])
+@pytest.mark.parametrize("zeros", [True, False])
 def test_rounds_no_worse_than_the_eager_path(
-    name: str, combine: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    zeros: bool, name: str, combine: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest error of each tensor against the same step in float64 is at most the eager path's, and 8 eps of the largest."""
     options = {"combine": combine, **OPTIONS[name]}
-    eager = scattered((290, 300), dtype, {**options, **EAGER})
+    eager = scattered((290, 300), dtype, {**options, **EAGER}, zeros=zeros)
     native = twin(eager, {**options, "fused": True})
     truth = twin(eager, {**options, **EAGER}, torch.float64)
     for optimizer in (eager, truth):
@@ -206,6 +211,58 @@ def test_the_number_of_threads_changes_only_rounding(
     step(three, monkeypatch)
     for key, value in values(one).items():
         torch.testing.assert_close(values(three)[key], value, rtol=1e-11, atol=1e-13 * float(value.abs().max()))
+
+
+@pytest.mark.parametrize("structure", ["row_col", "scalar", "none"])
+@pytest.mark.parametrize("number", [2, 3, 5])
+def test_matrices_that_threads_cut(
+    number: int, structure: str, threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cuts between threads fall within matrices (one has four of them), beside their ends, and into what is never cut."""
+    shapes = [(30, 40), (700, 300), (1, 70000), (70000, 1), (50, 60), (3, 260, 300), (9, 9)]
+
+    def stepped() -> list[dict[str, Tensor]]:
+        params = [nn.Parameter(mixed(*shape, seed=k, size=0.1)) for k, shape in enumerate(shapes)]
+        groups = [{"params": [p], "batch_dims": int(p.dim() == 3)} for p in params]
+        optimizer = SELAdam(groups, curved="all", structure=structure, fused=True, lr=1e-2)
+        optimizer.param_groups[:] = [  # one call for all that agree
+            {**group, "params": [p for p in params if (p.dim() == 3) == bool(group["batch_dims"])]}
+            for group in (optimizer.param_groups[0], optimizer.param_groups[5])
+        ]
+        for k, p in enumerate(params):
+            p.grad = mixed(*p.shape, seed=100 + k)
+        step(optimizer, monkeypatch)
+        step(optimizer, monkeypatch)
+        tensors = [{k: v for k, v in optimizer.state[p].items() if isinstance(v, Tensor)} for p in params]
+        return [{"weight": p.detach(), **state} for p, state in zip(params, tensors, strict=True)]
+
+    threads(1)
+    alone = stepped()
+    threads(number)
+    cut, again = stepped(), stepped()
+    for one, several, repeated in zip(alone, cut, again, strict=True):
+        for key, value in one.items():
+            assert torch.equal(several[key], repeated[key]), key
+            bound = 1e-13 * float(value.abs().max())
+            torch.testing.assert_close(several[key], value, rtol=1e-11, atol=bound, msg=key)
+
+
+@pytest.mark.parametrize("combine", ["mismatched", "congruent"])
+def test_one_number_in_a_pack_that_is_not_ordinary(combine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most vectors are taken without a look at their lanes; one zero, or one gradient that is not finite, is looked at."""
+    eager = scattered((5, 128), torch.float64, {"combine": combine, **EAGER}, zeros=False)
+    (p,) = eager.param_groups[0]["params"]
+    eager.state[p]["raw"][1, 40] = eager.state[p]["raw"][4, 127] = 0.0
+    with torch.no_grad():
+        eager._restore(eager.param_groups[0], p)
+    assert p.grad is not None
+    p.grad[2, 3], p.grad[2, 90], p.grad[3, 64] = math.nan, math.inf, -math.inf
+    native = twin(eager, {"combine": combine, "fused": True})
+    eager.step()
+    step(native, monkeypatch)
+    for key, value in values(eager).items():
+        bound = 1e-12 * float(value[value.isfinite()].abs().max())
+        torch.testing.assert_close(values(native)[key], value, rtol=1e-12, atol=bound, equal_nan=True, msg=key)
 
 
 def test_many_parameters_of_all_kinds_in_one_group(
