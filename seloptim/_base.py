@@ -2,7 +2,7 @@
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from . import _execute, _rule, _shards
 from ._options import EXECUTION, SEL_DEFAULTS, check_group, device_scale_rates, near_names, scale_rates
-from ._shadow import FIXED, Method, Shadow, differing, fixed_options, unrecorded
+from ._shadow import FIXED, Method, Ready, Shadow, differing, fixed_options, unrecorded
 from .convert import as_step, check_layout
 from .init import shrink
 
@@ -82,32 +82,45 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         counts = self._counts(group, params)
         items = []
         for p, (step, rates) in zip(params, counts, strict=True):
+            assert p.grad is not None
+            seen = self._seen[p]
+            if seen.ready is not None:
+                was = seen.ready.item
+                own = was.sums, was.batch_dims, was.call, was.counter
+                items.append(_execute.Item(p, p.grad, was.state, was.curve, step, was.slope, rates, *own))
+                continue
             state = self.state[p]
             slope = self._lr_slope(group, state)
             slots, curve = self._slots(p, group), self._curve(p, group)
-            assert p.grad is not None
+            seen.has_n = curve.has_n
             # The parameter itself where it is whole: what a CUDA graph reads again lives as long as it does.
-            part, grad = (_shards.local(p), _shards.local_grad(p)) if _shards.is_sharded(p) else (p, p.grad)
+            sharded = _shards.is_sharded(p)
+            part, grad = (_shards.local(p), _shards.local_grad(p)) if sharded else (p, p.grad)
             sums = _shards.sums(p, state)
-            items.append(_execute.Item(part, grad, slots, curve, step, slope, rates, sums, group["batch_dims"]))
-            # Until the step is through, only the values can tell where an interruption has left p and raw.
-            self._forget(p)
+            item = _execute.Item(part, grad, slots, curve, step, slope, rates, sums, group["batch_dims"])
+            item = item._replace(call=_execute.native_call(item), counter=state["step"])
+            items.append(item)
+            if not sharded and not group.get("capturable"):
+                seen.ready = Ready(tuple(state.values()), item._replace(grad=p))
+        self._moving = params
         return items
 
-    def _counts(self, group: dict[str, Any], params: list[Tensor]) -> list[tuple[float | Tensor, Tensor]]:
+    def _counts(
+        self, group: dict[str, Any], params: list[Tensor]
+    ) -> list[tuple[float, Sequence[float]]] | list[tuple[Tensor, Tensor]]:
         """(count of steps with this one, multiples of lr for the scales) of each parameter."""
-        rates: dict[tuple[float, torch.dtype], Tensor] = {}
-        found: dict[Tensor, tuple[float | Tensor, Tensor]] = {}
+        rates: dict[float, list[float]] = {}
+        found: dict[Tensor, Any] = {}
         counted: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for p in params:
-            dtype = self.state[p]["raw"].dtype
+            state = self.state[p]
             if self._counts_there(group, p):
-                counted.setdefault((p.device, dtype), []).append(p)
+                counted.setdefault((p.device, state["raw"].dtype), []).append(p)
                 continue
-            done = float(self.state[p]["step"])
-            if (done, dtype) not in rates:
-                rates[done, dtype] = torch.tensor(scale_rates(group, done), dtype=dtype, device="cpu")
-            found[p] = done + 1, rates[done, dtype]
+            done = float(state["step"])
+            if done not in rates:
+                rates[done] = scale_rates(group, done)
+            found[p] = done + 1, rates[done]
         for (_, dtype), members in counted.items():
             done = torch.stack([self.state[p]["step"] for p in members]).double()
             for p, step, rate in zip(members, done + 1, device_scale_rates(group, done).to(dtype), strict=True):
@@ -116,7 +129,7 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
 
     def _counts_there(self, group: Mapping[str, Any], p: Tensor) -> bool:
         """Whether p's count of steps lives on its device."""
-        return self._counter_device(group, p).type != "cpu"
+        return p.device.type != "cpu" and self._counter_device(group, p).type != "cpu"
 
     # ------------------------------------------------------------------------------------------------------------ groups
 
@@ -238,23 +251,30 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         curved: list[tuple[dict[str, Any], list[Tensor]]] = []
         plain: list[tuple[dict[str, Any], list[Tensor]]] = []
         # Everything that can fail comes before the first write.
-        members = list(self._members())
-        with_grad = [member for member in members if member[2].grad is not None]
+        with_grad = [member for member in self._members() if member[2].grad is not None]
         for _, _, p, name in with_grad:
-            _refuse_flattened(p, name)
-            if p.grad is not None and p.grad.is_sparse:
+            if p.grad.is_sparse:  # type: ignore[union-attr]
                 raise RuntimeError(
                     f"{type(self).__name__} does not support sparse gradients (parameter {name}), please consider SparseAdam instead"
                 )
-        self._refuse_flat_groups()
-        self._check_options()
-        for group, _, p, name in with_grad:
+        ready = [self._is_ready(group, p) for group, _, p, _ in with_grad]
+        for (_, _, p, name), is_ready in zip(with_grad, ready, strict=True):
+            if not is_ready:
+                _refuse_flattened(p, name)
+        if not all(ready):
+            self._refuse_flat_groups()
+        if self._check_options():
+            ready = [False] * len(with_grad)
+        others = [member for member, is_ready in zip(with_grad, ready, strict=True) if not is_ready]
+        for group, _, p, name in others:
             self._refuse_step(group, p, name)
-        self._agree_on_edits((group, p) for group, _, p, _ in with_grad)
+        self._agree_on_edits((group, p) for group, _, p, _ in others)
         known = len(self.state)
-        for group, i, p, name in with_grad:
+        for (group, i, p, name), is_ready in zip(with_grad, ready, strict=True):
             kind = plain
-            if self._is_curved(group, i, p, name):
+            if is_ready:
+                kind = curved
+            elif self._is_curved(group, i, p, name):
                 kind = curved
                 self._settle(group, i, p, name)
             else:

@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +27,14 @@ BY_ROW = ("raw", "scale_row", "residual_b")  # of the state, what has rows
 STACK_BYTES = 64 << 20  # on an accelerator; on a CPU a stack is one block, since a larger one only adds copies
 
 
+class Call(NamedTuple):
+    """What the CPU kernel is called with for one parameter in every step; no gradient, and no number that changes."""
+
+    tensors: list[Tensor]
+    ints: tuple[int, ...]
+    beta: float
+
+
 class Item(NamedTuple):
     """One parameter's part of a step."""
 
@@ -35,10 +44,13 @@ class Item(NamedTuple):
     curve: Curve
     step: float | Tensor  # counts this step; a tensor, 0-d and float64, stays on the parameter's device
     slope: float  # what lr is divided by for raw
-    rates: Tensor  # (kinds,): multiples of lr at this step, 0 where frozen; on the host where step is a number
+    # (kinds,): multiples of lr at this step, 0 where frozen; numbers where step is one, in the state's dtype where it is not.
+    rates: Sequence[float] | Tensor
     sums: _shards.Sums | None = None  # of a DTensor, of which all the above is this rank's part
     # Of the state's tensors: 1 where they are batches of matrices, as all but the CPU kernel need them.
     batch_dims: int = 1
+    call: Call | None = None  # None where no native kernel knows the parameter
+    counter: Tensor | None = None  # of steps, in the state: `run` raises it by one
 
     def shape(self) -> tuple[int, int, int]:
         return _rule.matrix_shape(self.state.raw.value.shape, self.batch_dims)
@@ -177,22 +189,43 @@ def run(
     sharded = [item for item in items if item.sums is not None]
     suited: dict[tuple[torch.device, torch.dtype], list[Item]] = defaultdict(list)
     rest: list[Item] = []
+    empty: list[Item] = []
     scratch = Scratch()
     for item in items:
         device = item.param.device
         if item.sums is not None:
             continue
-        if device.type not in native or native_refusal(item.param, item.state.residual_b is not None):
+        if item.call is None or device.type not in native:
             rest.append(item)
         elif item.param.numel():
             suited[device, item.state.raw.value.dtype].append(item)
+        else:
+            empty.append(item)
     for members in suited.values():
         _run_native(members, hyper, grad_scale, found_inf)
-    if batched:
-        _run_batched(rest, hyper, scratch)
-    else:
-        _run_single(rest, hyper, scratch)
-    _run_sharded(sharded, hyper, scratch)
+    _count(empty)
+    if not rest and not sharded:
+        return
+    with _no_autocast(rest + sharded):
+        if batched:
+            _run_batched(rest, hyper, scratch)
+        else:
+            _run_single(rest, hyper, scratch)
+        _run_sharded(sharded, hyper, scratch)
+        _count(rest + sharded)
+
+
+def _count(items: Iterable[Item]) -> None:
+    if counts := [item.counter for item in items if item.counter is not None]:
+        torch._foreach_add_(counts, 1.0)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def _no_autocast(items: Iterable[Item]) -> ExitStack:
+    stack = ExitStack()
+    for device_type in {item.param.device.type for item in items}:
+        if torch.amp.is_autocast_available(device_type):
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+    return stack
 
 
 def native_refusal(param: Tensor, has_residual: bool) -> str | None:
@@ -241,27 +274,37 @@ def _say_once(message: str) -> None:
     logger.info(message)
 
 
+def native_call(item: Item) -> Call | None:
+    """The part of a native step's arguments that stays, or None where there is no kernel for the parameter."""
+    if native_refusal(item.param, item.state.residual_b is not None):
+        return None
+    slots = [slot for slot in item.state[:3] if slot is not None]
+    lengths = (0 if slot is None else slot.value.shape[-2] for slot in item.state[1:3])
+    tensors = [tensor for slot in slots for tensor in slot if tensor is not None]
+    return Call(tensors, (*item.shape(), *lengths, item.curve.has_n), float(item.curve.beta))
+
+
 def _run_native(items: Sequence[Item], hyper: Hyper, grad_scale: Tensor | None, found_inf: Tensor | None) -> None:
     """Items of one group, one device and one dtype, in one call."""
-    weights: list[Tensor] = []
-    strided: list[tuple[Tensor, Tensor]] = []
-    for item in items:
-        param = item.param.detach()
-        weight = param.contiguous()
-        if weight is not param:
-            strided.append((param, weight))
-        weights.append(weight)
-    items = [item._replace(grad=item.grad.detach().contiguous()) for item in items]
+    weights = [item.param.contiguous() for item in items]
     if NATIVE[items[0].param.device.type] == "cpu":
         _call_cpu(items, weights, hyper, grad_scale)
     else:
         from .kernels import triton
 
-        items = [item.in_batches() for item in items]
-        triton.step(items, weights, hyper, grad_scale, found_inf)
+        with _no_autocast(items):
+            whole = [item._replace(grad=item.grad.detach().contiguous()).in_batches() for item in items]
+            triton.step(whole, [weight.detach() for weight in weights], hyper, grad_scale, found_inf)
+            _count(items)
         torch.autograd.graph.increment_version([item.param for item in items])
-    for param, weight in strided:
-        param.copy_(weight)
+    for item, weight in zip(items, weights, strict=True):
+        if weight is not item.param:
+            item.param.detach().copy_(weight)
+
+
+def _rates(item: Item) -> Tensor:
+    like = item.state.raw.value
+    return item.rates if isinstance(item.rates, Tensor) else like.new_tensor(item.rates)
 
 
 def _call_cpu(items: Sequence[Item], weights: list[Tensor], hyper: Hyper, grad_scale: Tensor | None) -> None:
@@ -269,21 +312,21 @@ def _call_cpu(items: Sequence[Item], weights: list[Tensor], hyper: Hyper, grad_s
     ints: list[int] = []
     numbers: list[float] = []
     for item in items:
-        for slot in item.state[:3]:
-            if slot is not None:
-                state.extend(t for t in slot if t is not None)
-        lengths = (0 if slot is None else slot.value.shape[-2] for slot in item.state[1:3])
-        ints.extend((*item.shape(), *lengths, item.curve.has_n))
-        numbers.extend((float(item.curve.beta), float(item.step), item.slope, *item.rates.tolist()))
+        call = item.call
+        assert call is not None
+        state += call.tensors
+        ints += call.ints
+        numbers += (call.beta, float(item.step), item.slope, *map(float, item.rates))
     curve = items[0].curve
     learned = sum(1 << k for k, kind in enumerate(_rule.KINDS) if kind in curve.learned)
     torch.ops.seloptim.step_(
         weights,
-        [item.grad for item in items],
+        [item.grad.contiguous() for item in items],
         state,
         ints,
         numbers,
-        torch.as_tensor(hyper.lr, dtype=torch.float64),
+        [item.counter for item in items if item.counter is not None],
+        float(hyper.lr),
         hyper.beta1,
         hyper.beta2,
         hyper.eps,
@@ -300,7 +343,7 @@ def _call_cpu(items: Sequence[Item], weights: list[Tensor], hyper: Hyper, grad_s
 def _run_single(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
     for item in items:
         blocks = _blocks(item)
-        lr, rates = hyper.lr / item.slope, item.rates.to(item.param.device)
+        lr, rates = hyper.lr / item.slope, _rates(item)
         _step(blocks, item.curve, hyper, item.step, lr, rates, scratch)
         _write_back(item.param.detach(), blocks.weight)
 
@@ -327,7 +370,7 @@ def _run_sharded(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
         parts += [(total, item.sums.mesh, getattr(item.sums, name)) for name, total in totals.items()]
     _shards.add_up(parts)
     for item, blocks, totals in halves:
-        _finish(blocks, item.curve, hyper, item.step, item.rates.to(item.param.device), totals, scratch)
+        _finish(blocks, item.curve, hyper, item.step, _rates(item), totals, scratch)
         _write_back(item.param.detach(), blocks.weight)
 
 
@@ -367,10 +410,10 @@ def _run_stack(items: Sequence[Item], hyper: Hyper, scratch: Scratch) -> None:
     curve = first.curve._replace(beta=along_batch([float(item.curve.beta) for item in items]))
     slopes = [item.slope for item in items]
     lr = hyper.lr / (slopes[0] if len(set(slopes)) == 1 else along_batch(slopes))
-    step, rates = first.step, first.rates.to(raw.device)
+    step, rates = first.step, _rates(first)
     if isinstance(step, Tensor):
         step = torch.stack([torch.as_tensor(item.step) for item in items]).repeat_interleave(batch).view(-1, 1, 1)
-        rates = torch.stack([item.rates for item in items]).repeat_interleave(batch, 0).unsqueeze(1)
+        rates = torch.stack([_rates(item) for item in items]).repeat_interleave(batch, 0).unsqueeze(1)
     lr = 0.0 if _rule.is_zero(hyper.lr) else lr
     _step(Blocks(weight, grad, state), curve, hyper, step, lr, rates, scratch)
     if not _rule.is_zero(hyper.lr):
@@ -472,7 +515,7 @@ def pull(item: Item, hyper: Hyper) -> tuple[Tensor, dict[str, Tensor]]:
 def push(item: Item, hyper: Hyper, totals: dict[str, Tensor]) -> None:
     """The other stages, when raw has moved: the factors by Adam, and the parameter onto the map."""
     blocks = _blocks(item)
-    _finish(blocks, item.curve, hyper, item.step, item.rates.to(item.param.device), totals, Scratch())
+    _finish(blocks, item.curve, hyper, item.step, _rates(item), totals, Scratch())
     _write_back(item.param.detach(), blocks.weight)
 
 

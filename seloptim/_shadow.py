@@ -9,8 +9,10 @@ import copy
 import functools
 import logging
 import math
+import operator
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from . import _rule, _shards, _stats
+from ._execute import Item
 from ._options import EXECUTION, SEL_DEFAULTS, check_beta, check_group, learned_kinds
 from ._rule import KINDS, Curve, Views
 from .init import LARGEST_CURVED_RMS, NO_VALUES, _rms, choose_beta
@@ -30,6 +33,8 @@ FIXED = ("combine", "init", "beta", "structure", "batch_dims", "scale_init", "re
 _Made = TypeVar("_Made")
 Method = TypeVar("Method", bound=Callable[..., Any])
 
+CHECKED = (*SEL_DEFAULTS, *EXECUTION, "amsgrad")  # what a step counts on as long as it is the same
+
 ULPS = 16  # sel.md, section 7: what "does not differ" means across paths
 
 
@@ -38,13 +43,25 @@ def unrecorded(method: Method) -> Method:
 
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
-        with torch.inference_mode(False), torch.no_grad():
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():
+                return method(*args, **kwargs)
+        with torch.no_grad():
             return method(*args, **kwargs)
 
     return cast(Method, run)
 
 
-class _Seen(NamedTuple):
+class Ready(NamedTuple):
+    """What a step needs of a parameter, as an earlier one found it: true while the options, the parameter and these values of its
+    state are the same."""
+
+    values: tuple[Any, ...]
+    item: Item  # with the parameter in the gradient's place, which nothing here may keep alive
+
+
+@dataclass(slots=True)
+class _Seen:
     """What a parameter looked like after our last look at its values."""
 
     version: tuple[int, int]  # of the parameter and, where that is a DTensor, of this rank's part
@@ -53,6 +70,7 @@ class _Seen(NamedTuple):
     device: torch.device
     dtype: torch.dtype
     has_n: bool
+    ready: Ready | None = None
 
 
 class Shadow:
@@ -63,6 +81,9 @@ class Shadow:
     _seen: dict[Tensor, _Seen]
     _made: dict[Tensor, dict[str, Any]]  # the FIXED options that a curved parameter's state was made under
     _checked: list[Any] | None = None  # the options of all groups when they were last found to be in order
+    _moving: Sequence[
+        Tensor
+    ] = ()  # what a step is writing to, or was when it was interrupted: only the values can tell where
     _warned: set[str]
 
     # ------------------------------------------------------------------------------------------------------- who is who
@@ -265,7 +286,7 @@ class Shadow:
 
     def _remember(self, p: Tensor, group: dict[str, Any], has_n: bool) -> None:
         """p is the map of its raw now."""
-        known, part = self._seen.get(p), _shards.local(p)
+        known, part = self._seen.get(p), _part(p)
         storage = known.storage if known and _same_storage(known, part) else StorageWeakRef(part.untyped_storage())
         self._seen[p] = _Seen(_versions(p, part), storage, _layout(part), p.device, p.dtype, has_n)
 
@@ -282,7 +303,11 @@ class Shadow:
             self._take(group, i, p, name)
 
     def _may_be_edited(self, group: dict[str, Any], p: Tensor) -> bool:
-        seen, part = self._seen.get(p), _shards.local(p)
+        if self._moving:
+            for moving in self._moving:
+                self._forget(moving)
+            self._moving = ()
+        seen, part = self._seen.get(p), _part(p)
         return not (
             seen is not None
             and group["check_edits"] == "tracked"
@@ -302,7 +327,25 @@ class Shadow:
 
     def _forget(self, p: Tensor) -> None:
         """The next look at p is at its values."""
-        self._seen[p] = self._seen[p]._replace(version=(-1, -1))
+        if p in self._seen:
+            self._seen[p].version = (-1, -1)
+
+    def _is_ready(self, group: dict[str, Any], p: Tensor) -> bool:
+        """Whether p and its state are as the last step left them, and need no look at more than that."""
+        seen = self._seen.get(p)
+        if seen is None or seen.ready is None:
+            return False
+        values, now = seen.ready.values, self.state[p]
+        same = len(values) == len(now) and all(map(operator.is_, values, now.values()))
+        if not same or self._may_be_edited(group, p):
+            seen.ready = None
+        return seen.ready is not None
+
+    def _stepped(self, params: Sequence[Tensor]) -> None:
+        """A step that wrote to these is through: they are the maps of their raw."""
+        for p in params:
+            self._seen[p].version = _versions(p, _part(p))
+        self._moving = ()
 
     def _take(self, group: dict[str, Any], i: int, p: Tensor, name: str) -> None:
         """raw <- inverse(p) at the elements where p differs from map(raw); the other elements keep their bits."""
@@ -321,21 +364,22 @@ class Shadow:
             self._invert_at(differs, p, state, view, curve, name)
         self._remember(p, group, self._any_n(state))
 
-    def _check_options(self) -> None:
-        """Refuse what a group has been given since it was added and what cannot be, or cannot change any more.
+    def _check_options(self) -> bool:
+        """Refuse what a group has been given since it was added and what cannot be, or cannot change any more; whether options
+        changed since the last call.
 
-        A look at values that are the same as at the last call is all that it costs in a step.
+        A look at values that are the same is all that it costs in a step.
         """
-        members = list(self._members())
         for group in self.param_groups:
             if callable(group["curved"]) or callable(group["beta"]):
-                self._resolve_callables(group, [(i, p, name) for g, i, p, name in members if g is group])
-        options = (*SEL_DEFAULTS, *EXECUTION)
-        now = [
-            ({key: group.get(key) for key in options}, list(map(id, group["params"]))) for group in self.param_groups
-        ]
+                self._resolve_callables(group, [(i, p, name) for g, i, p, name in self._members() if g is group])
+        now = [([group.get(key) for key in CHECKED], list(map(id, group["params"]))) for group in self.param_groups]
         if now == self._checked:
-            return
+            return False
+        self._checked = None
+        for seen in self._seen.values():
+            seen.ready = None
+        members = list(self._members())
         for group in self.param_groups:
             check_group(group)
         for group, i, p, name in members:
@@ -361,6 +405,7 @@ class Shadow:
         for group in self.param_groups:
             self._refuse(group, [(p, name) for g, i, p, name in members if g is group and self._choice(group, i, p)])
         self._checked = copy.deepcopy(now)
+        return True
 
     def _refuse(self, group: dict[str, Any], candidates: list[tuple[Tensor, str]]) -> None:
         """Options that a curved parameter cannot honour; `candidates` are those that may become one."""
@@ -688,8 +733,13 @@ class Shadow:
         return _rule.slope(self._views(p, group), self._curve(p, group)).view(p.shape)
 
 
+def _part(p: Tensor) -> Tensor:
+    """What this rank has of p; p itself where it is whole."""
+    return _shards.local(p) if _shards.is_sharded(p) else p
+
+
 def _versions(p: Tensor, part: Tensor) -> tuple[int, int]:
-    return p._version, part._version if _shards.is_sharded(p) else 0
+    return p._version, 0 if part is p else part._version
 
 
 def differing(weight: Tensor, mapped: Tensor) -> Tensor:

@@ -153,11 +153,11 @@ class Curved(SELOptimizer):
                 raw.copy_(before)  # there are classes that move at lr = 0 (Rprop, ASGD)
             for item, blocks in zip(items, pulled, strict=True):
                 _execute.push(item, hyper, blocks)
-        for p, item in zip(params, items, strict=True):
+        for p in params:
             state = self.state[p]
             state.update({INNER + key: value for key, value in states[state["raw"]].items()})
             state["step"] += 1
-            self._remember(p, group, item.curve.has_n)
+        self._stepped(params)
 
     def _at_slope(self, group: dict[str, Any], slope: float) -> dict[str, Any]:
         """lr by which raw moves, and a decay that stays what the group's lr makes of it."""

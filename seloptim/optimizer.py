@@ -214,18 +214,13 @@ class SELAdam(SELOptimizer):
             if _execute.native_is_ready(device, compile=bool(group["fused"]))
         }
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        with torch.autocast(device, enabled=False):
-            _execute.run(
-                items, _hyper(group), batched=batched, native=native, grad_scale=grad_scale, found_inf=found_inf
-            )
-        counts = [self.state[p]["step"] for p in params]
-        torch._foreach_add_(counts, 1.0)  # pyright: ignore[reportPrivateImportUsage]
+        _execute.run(items, _hyper(group), batched=batched, native=native, grad_scale=grad_scale, found_inf=found_inf)
         if found_inf is not None:
             # Not 0 only where a device skips the step by itself.
+            counts = [self.state[p]["step"] for p in params]
             skipped = [found_inf.to(count.device, non_blocking=True).view(()) for count in counts]
             torch._foreach_sub_(counts, skipped)  # pyright: ignore[reportPrivateImportUsage]
-        for p, item in zip(params, items, strict=True):
-            self._remember(p, group, item.curve.has_n)
+        self._stepped(params)
 
     def _only_creates(self, members: list[tuple[dict[str, Any], int, Tensor, str]]) -> bool:
         """Whether this is a step that torch.distributed.checkpoint takes to have state created: at lr = 0, with zero gradients.

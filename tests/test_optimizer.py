@@ -11,6 +11,7 @@ import math
 import pickle
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -1392,3 +1393,95 @@ def test_batching_changes_nothing_but_rounding(foreach: bool) -> None:
     train(reference, theirs, 10)
     for p, q in zip(ours, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-14)
+
+
+def _new_moment(optimizer: SELAdam, p: nn.Parameter) -> None:
+    optimizer.state[p]["exp_avg"] = optimizer.state[p]["exp_avg"] * 3
+
+
+def _new_state(optimizer: SELAdam, p: nn.Parameter) -> None:
+    optimizer.state[p] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in optimizer.state[p].items()}
+    optimizer.state[p]["scale_row_exp_avg"].add_(0.01)
+
+
+def _more_steps(optimizer: SELAdam, p: nn.Parameter) -> None:
+    optimizer.state[p]["step"] = torch.tensor(1.0)
+
+
+def _other_slope(optimizer: SELAdam, p: nn.Parameter) -> None:
+    optimizer.state[p]["mean_slope"] *= 2
+
+
+def _option(**options: Any) -> Callable[[SELAdam, nn.Parameter], None]:
+    return lambda optimizer, p: optimizer.param_groups[0].update(options)
+
+
+def _rates_in_place(optimizer: SELAdam, p: nn.Parameter) -> None:
+    optimizer.param_groups[0]["scale_lr"]["e"] = 0.5
+
+
+def _other_memory(optimizer: SELAdam, p: nn.Parameter) -> None:
+    p.data = p.detach().T.contiguous().T
+
+
+def _edit(optimizer: SELAdam, p: nn.Parameter) -> None:
+    with torch.no_grad():
+        p[0] *= 2
+
+
+CHANGES: dict[str, Callable[[SELAdam, nn.Parameter], None]] = {
+    "a moment": _new_moment,
+    "the state": _new_state,
+    "the count": _more_steps,
+    "the slope": _other_slope,
+    "amsgrad": _option(amsgrad=True),
+    "lr_space": _option(lr_space="raw"),
+    "scale_lr": _option(scale_lr={"e": 1.0, "n": 0.1}),
+    "scale_lr in place": _rates_in_place,
+    "weight_decay": _option(weight_decay=0.1, decoupled_weight_decay=True),
+    "foreach": _option(foreach=True, fused=False),
+    "memory": _other_memory,
+    "an edit": _edit,
+}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changed_between_steps_is_not_taken_from_the_last_one(change: str, fused: bool) -> None:
+    """A step goes on from what the one before found out about a parameter. Against an optimizer that finds it out anew each time."""
+    ends = []
+    for anew in (False, True):
+        p = nn.Parameter(mixed(6, 5, seed=1, size=0.1))
+        optimizer = SELAdam([p], lr=1e-2, fused=fused, foreach=False, scale_lr={"e": 2.0, "l": 1.0, "m": 0.1})
+        for t in range(5):
+            p.grad = mixed(6, 5, seed=10 + t)
+            if t == 3:
+                CHANGES[change](optimizer, p)
+            if anew:
+                for seen in optimizer._seen.values():
+                    seen.ready = None
+            optimizer.step()
+            assert optimizer._seen[p].ready is not None
+        ends.append({"weight": p.detach(), **optimizer.state[p]})
+    plain = nn.Parameter(mixed(6, 5, seed=1, size=0.1))
+    unchanged = SELAdam([plain], lr=1e-2, fused=fused, foreach=False, scale_lr={"e": 2.0, "l": 1.0, "m": 0.1})
+    for t in range(5):
+        plain.grad = mixed(6, 5, seed=10 + t)
+        unchanged.step()
+    assert ends[0].keys() == ends[1].keys()
+    for key, value in ends[0].items():
+        assert torch.equal(torch.as_tensor(value), torch.as_tensor(ends[1][key])), key
+    if change not in ("memory", "foreach"):
+        assert not torch.equal(plain, ends[0]["weight"])
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_step_keeps_no_gradient_alive(fused: bool) -> None:
+    p = nn.Parameter(torch.full((4, 3), 0.1))
+    optimizer = SELAdam([p], fused=fused)
+    for _ in range(3):
+        p.grad = torch.ones(4, 3)
+        last = weakref.ref(p.grad)
+        optimizer.step()
+        p.grad = None
+        assert last() is None

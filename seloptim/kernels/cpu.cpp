@@ -974,29 +974,41 @@ void step_of(at::TensorList weights, at::TensorList grads, at::TensorList state,
   step_all(matrices, h);
 }
 
+void raise_by_one(at::TensorList counts) {
+  for (const at::Tensor& count : counts) {
+    TORCH_CHECK(count.numel() == 1 && count.device().is_cpu(), "seloptim: a count of steps of another size or device");
+    if (count.scalar_type() == at::kFloat)
+      *count.data_ptr<float>() += 1;
+    else
+      *count.data_ptr<double>() += 1;
+    count.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
 void step(at::TensorList weights, at::TensorList grads, at::TensorList state, at::IntArrayRef ints,
-          at::ArrayRef<double> numbers, const at::Tensor& lr, double beta1, double beta2, double eps,
+          at::ArrayRef<double> numbers, at::TensorList counts, double lr, double beta1, double beta2, double eps,
           double weight_decay, bool decoupled, bool amsgrad, bool maximize, bool congruent, int64_t learned,
           const std::optional<at::Tensor>& grad_scale) {
   TORCH_CHECK(weights.size() == grads.size() && ints.size() == weights.size() * kInts &&
                   numbers.size() == weights.size() * kNumbers,
               "seloptim: lists of different lengths");
   if (weights.empty()) return;
-  const Hyper h{lr.item<double>(), beta1,    beta2,     eps,    weight_decay, grad_scale ? grad_scale->item<double>() : 1.0,
-                decoupled,         maximize, congruent, learned};
+  const double scale = grad_scale ? grad_scale->item<double>() : 1.0;
+  const Hyper h{lr, beta1, beta2, eps, weight_decay, scale, decoupled, maximize, congruent, learned};
   if (weights[0].scalar_type() == at::kDouble)
     step_of<double>(weights, grads, state, ints, numbers, h, amsgrad);
   else
     step_of<float>(weights, grads, state, ints, numbers, h, amsgrad);
+  raise_by_one(counts);
 }
 
 }  // namespace
 
 TORCH_LIBRARY(seloptim, m) {
   m.def(
-      "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] state, int[] ints, float[] numbers, Tensor lr, float beta1, "
-      "float beta2, float eps, float weight_decay, bool decoupled, bool amsgrad, bool maximize, bool congruent, int learned, "
-      "Tensor? grad_scale) -> ()");
+      "step_(Tensor(a!)[] weights, Tensor[] grads, Tensor(b!)[] state, int[] ints, float[] numbers, Tensor(c!)[] counts, "
+      "float lr, float beta1, float beta2, float eps, float weight_decay, bool decoupled, bool amsgrad, bool maximize, "
+      "bool congruent, int learned, Tensor? grad_scale) -> ()");
 }
 
 TORCH_LIBRARY_IMPL(seloptim, CPU, m) { m.impl("step_", step); }

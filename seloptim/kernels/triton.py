@@ -458,7 +458,7 @@ class Part(Protocol):
     @property
     def slope(self) -> float: ...
     @property
-    def rates(self) -> Tensor: ...  # (kinds,), where the count of steps is
+    def rates(self) -> Sequence[float] | Tensor: ...  # (kinds,): a tensor, on the same device, where step is one
 
 
 class Variant(NamedTuple):
@@ -629,7 +629,7 @@ def _tables(
     on_device = isinstance(parts[0].step, Tensor)
     rows = []
     for part in parts:
-        known = [0.0] * 5 if on_device else [part.step, *part.rates.tolist()]
+        known = [0.0] * 5 if on_device else [part.step, *part.rates]
         rows.append([float(part.curve.beta), part.slope, *known])
     host = torch.tensor(rows, dtype=torch.float64, device="cpu")
     given = (hyper.lr, grad_scale, found_inf)
@@ -643,7 +643,7 @@ def _tables(
         steps, rates = numbers[:, 2], numbers[:, 3:]
         if on_device:
             steps = torch.stack([torch.as_tensor(part.step) for part in parts]).double()
-            rates = torch.stack([part.rates for part in parts]).double()
+            rates = torch.stack([torch.as_tensor(part.rates) for part in parts]).double()
         numbers = _numbers(numbers, steps, rates, hyper, grad_scale, found_inf)
     return sent[: ints.numel()].view(ints.shape), numbers
 
