@@ -26,8 +26,8 @@ from tests.cases import STRUCTURES, mixed
 
 EAGER: dict[str, Any] = {"foreach": False, "fused": False}
 LEARN_ALL = {"e": 2.0, "l": 1.5, "m": 0.5, "n": 1.0}
-# Rows of less than a vector, of several with a rest, of whole ones; enough elements for two threads.
-SHAPES = [(3, 5), (7, 83), (4, 64), (1, 70), (70, 1), (2, 3, 4, 5), (290, 300)]
+# Rows of less than a vector, of several with a rest, of whole ones; enough elements for two threads; long rows, which go in pairs.
+SHAPES = [(3, 5), (7, 83), (4, 64), (1, 70), (70, 1), (2, 3, 4, 5), (290, 300), (5, 1117)]
 
 
 @pytest.fixture
@@ -135,13 +135,13 @@ def test_one_step_from_a_random_state_is_the_rule(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("combine", ["mismatched", "congruent"])
 @pytest.mark.parametrize("name", ["structure_row_col", "structure_none", "all_kinds", "coupled"])
-@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize(("shape", "zeros"), [((290, 300), True), ((290, 300), False), ((80, 1100), False)])
 def test_rounds_no_worse_than_the_eager_path(
-    zeros: bool, name: str, combine: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    shape: tuple[int, int], zeros: bool, name: str, combine: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest error of each tensor against the same step in float64 is at most the eager path's, and 8 eps of the largest."""
     options = {"combine": combine, **OPTIONS[name]}
-    eager = scattered((290, 300), dtype, {**options, **EAGER}, zeros=zeros)
+    eager = scattered(shape, dtype, {**options, **EAGER}, zeros=zeros)
     native = twin(eager, {**options, "fused": True})
     truth = twin(eager, {**options, **EAGER}, torch.float64)
     for optimizer in (eager, truth):
@@ -248,9 +248,10 @@ def test_matrices_that_threads_cut(
 
 
 @pytest.mark.parametrize("combine", ["mismatched", "congruent"])
-def test_one_number_in_a_pack_that_is_not_ordinary(combine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [128, 1024])
+def test_one_number_in_a_pack_that_is_not_ordinary(columns: int, combine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most vectors are taken without a look at their lanes; one zero, or one gradient that is not finite, is looked at."""
-    eager = scattered((5, 128), torch.float64, {"combine": combine, **EAGER}, zeros=False)
+    eager = scattered((5, columns), torch.float64, {"combine": combine, **EAGER}, zeros=False)
     (p,) = eager.param_groups[0]["params"]
     eager.state[p]["raw"][1, 40] = eager.state[p]["raw"][4, 127] = 0.0
     with torch.no_grad():

@@ -292,6 +292,7 @@ INLINE Vecs<T, P> exp_base2(const Vecs<T, P>& y) {
 }
 
 constexpr int kPack = 2, kPush = 4;  // vectors in lockstep, in the first and in the second pass
+constexpr int kRows = 2;             // rows in lockstep in the second pass, where they are long
 constexpr int kStrip = 16;           // vectors of a row that are pulled and updated before their map, where that follows at once
 static_assert(kStrip % kPack == 0);
 
@@ -340,10 +341,11 @@ struct Matrix {
 
 template <typename T>
 struct RowScales {
-  T e, l, n;    // as they are, 1 without a row factor
+  T e, l;       // as they are, 1 without a row factor
   T be, be2;    // e/beta, and its double
   T bl;         // l/beta
   T bm;         // beta*m*log2(e)
+  T minus_n;    // -n*log2(e)
   T em, en;     // e*m, e*n
 };
 
@@ -352,7 +354,7 @@ INLINE RowScales<T> row_scales(const Matrix<T>& x, int64_t i) {
   T s[kKinds] = {1, 1, 1, 1};
   if (x.has_row) std::memcpy(s, x.row.value + (x.one_row ? 0 : i * kKinds), sizeof s);
   RowScales<T> r;
-  r.e = s[E], r.l = s[L], r.n = s[N];
+  r.e = s[E], r.l = s[L], r.minus_n = s[N] * T(-kLog2E);
   r.be = s[E] / x.beta, r.be2 = r.be + r.be, r.bl = s[L] / x.beta;
   r.bm = T(double(s[M]) * double(x.beta) * kLog2E);
   r.em = s[E] * s[M], r.en = s[E] * s[N];
@@ -382,16 +384,17 @@ struct Work {
 
   void reserve(int64_t cols) {
     stride = padded(cols);
-    memory.reset(new char[((kColumns + int(kKinds) + 2) * stride + 6 * W) * sizeof(T) + 64]);
+    memory.reset(new char[((kColumns + int(kKinds) + 2 * kRows) * stride + kRows * 6 * W) * sizeof(T) + 64]);
     base = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
   }
 
   // of a vector's first column j, a multiple of W, where `lines` vectors stand side by side
   INLINE T* column(int64_t j, int lines) { return base + j * lines; }
   T* totals(int64_t j) { return base + kColumns * stride + j * kKinds; }
-  T* grad() { return base + (kColumns + int(kKinds)) * stride; }
-  T* weight() { return grad() + stride; }
-  T* edge() { return weight() + stride; }
+  // of the k-th of the rows that are worked on together
+  T* grad(int k) { return base + (kColumns + int(kKinds) + k) * stride; }
+  T* weight(int k) { return grad(kRows + k); }
+  T* edge(int k) { return grad(2 * kRows) + k * 6 * W; }
 
   // The patterns of all columns; padding is zero.
   void fill(const Matrix<T>& x, int lines, bool push) {
@@ -480,16 +483,16 @@ constexpr at::ScalarType kOwn = std::is_same<T, double>::value ? at::kDouble : a
 
 // The gradient of a row as torch.optim.Adam would see it; a pointer to it, or to a copy.
 template <typename T>
-const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) {
+const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work, int k) {
   const bool coupled = h.weight_decay != 0 && !h.decoupled;
   if (x.grad_type == kOwn<T> && !h.maximize && !coupled && h.grad_scale == 1)
     return static_cast<const T*>(x.grad) + i * x.cols;
-  T* g = work.grad();
+  T* g = work.grad(k);
   read_row(g, x.grad, x.grad_type, i * x.cols, x.cols);
   const T factor = T((h.maximize ? -1.0 : 1.0) / h.grad_scale);
   for (int64_t j = 0; j < x.cols; ++j) g[j] *= factor;
   if (coupled) {
-    T* w = work.weight();
+    T* w = work.weight(k);
     read_row(w, x.weight, x.weight_type, i * x.cols, x.cols);
     const T decay = T(h.weight_decay);
     for (int64_t j = 0; j < x.cols; ++j) g[j] += decay * w[j];
@@ -497,46 +500,49 @@ const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) 
   return g;
 }
 
-// row[i] * col[j] for some vectors of j, whose patterns stand in c, `lines` vectors side by side
-template <int P, Train train, typename T>
-INLINE Vecs<T, P> product(T row, const T* c, int lines, int which) {
-  if (train == kConstant) return EACH_OF(Vec<T>{} + row);
-  return load<P>(c + which * kWidth<T>, lines * kWidth<T>) * row;
+// row[i] * col[j] for P vectors: one of each of R rows, with the same columns, or neighbours in one row. The columns' patterns stand in
+// c, `lines` vectors side by side.
+template <int P, int R, Train train, typename T>
+INLINE Vecs<T, P> product(const RowScales<T>* rows, T RowScales<T>::*row, const T* c, int lines, int which) {
+  static_assert(R == 1 || R == P);
+  const auto scale = [&](size_t i) __attribute__((always_inline)) { return rows[R == 1 ? 0 : i].*row; };
+  if (train == kConstant) return EACH_OF(Vec<T>{} + scale(i));
+  return EACH_OF(load(c + (which + (R == 1 ? i * lines : 0)) * kWidth<T>) * scale(i));
 }
 
-template <int P, typename T>
-INLINE Vecs<T, P> shift(const RowScales<T>& r, const T* c, int lines, int which) {
-  return exp_base2<T, P>(load<P>(c + which * kWidth<T>, lines * kWidth<T>) * (r.n * T(-kLog2E)));
+template <int P, int R, Train train, typename T>
+INLINE Vecs<T, P> shift(const RowScales<T>* rows, const T* c, int lines, int which) {
+  return exp_base2<T, P>(product<P, R, train>(rows, &RowScales<T>::minus_n, c, lines, which));
 }
 
 // weight = s*(e/beta)*N*X + (l/beta)*(a or raw). c: the columns' patterns as `push` or `pull` has them.
-template <typename T, bool congruent, Train train, bool has_n, int P>
-INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>& r, const T* c) {
+template <typename T, bool congruent, Train train, bool has_n, int P, int R = 1>
+INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>* r, const T* c) {
   constexpr int lines = learns(train) ? pushed(has_n) : pulled(train);
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
-  const auto half = half_expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
+  const auto half = half_expm1_base2<T, P>(a * product<P, R, train>(r, &RowScales<T>::bm, c, lines, kM));
   const auto signed_half = EACH_OF(flip<T>(half.v[i], sign.v[i]));
-  auto be2 = product<P, train>(r.be2, c, lines, kE);
-  if (has_n) be2 = be2 * shift<P>(r, c, lines, learns(train) ? kM + 1 : kN);
-  return signed_half * be2 + product<P, train>(r.bl, c, lines, kL) * (congruent ? raw : a);
+  auto be2 = product<P, R, train>(r, &RowScales<T>::be2, c, lines, kE);
+  if (has_n) be2 = be2 * shift<P, R, train>(r, c, lines, learns(train) ? kM + 1 : kN);
+  return signed_half * be2 + product<P, R, train>(r, &RowScales<T>::bl, c, lines, kL) * (congruent ? raw : a);
 }
 
-// Some vectors of one row: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums.
-template <typename T, bool congruent, Train train, bool has_n, int P>
-INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScales<T>& r, T* c, int64_t learned,
-                       bool has_col, Vec<T>* row) {
+// Vectors of R rows: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums.
+template <typename T, bool congruent, Train train, bool has_n, int P, int R>
+INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScales<T>* r, T* c, int64_t learned,
+                       bool has_col, Vec<T> (*sums)[kKinds]) {
   constexpr int W = kWidth<T>, lines = pulled(train);
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
-  const auto half = half_expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
+  const auto half = half_expm1_base2<T, P>(a * product<P, R, train>(r, &RowScales<T>::bm, c, lines, kM));
   const auto X = half + half;
   const auto signed_g = EACH_OF(flip<T>(g.v[i], sign.v[i]));
   const auto path = congruent ? g : signed_g;
   auto t = g * X + g;  // g*(1 + X)*N
   auto U = signed_g * X;
   if (has_n) {
-    const auto shrink = shift<P>(r, c, lines, kN);
+    const auto shrink = shift<P, R, train>(r, c, lines, kN);
     t = t * shrink, U = U * shrink;
   }
   bool ordinary = false;
@@ -549,20 +555,21 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
     ordinary = finite_and_not_zero(all, least);
     // plus(i, x, y, sum) is sum + x*y for vector i of the pack
     const auto add = [&](auto plus) __attribute__((always_inline)) {
-      const auto kind = [&](Kind k, const Vecs<T, P>& share, Column pattern, T row_pattern, Column sum)
+      const auto kind = [&](Kind k, const Vecs<T, P>& share, Column pattern, T RowScales<T>::*row_pattern, Column sum)
                             __attribute__((always_inline)) {
         if (train == kAny && !(learned >> k & 1)) return;
 #pragma GCC unroll 8
         for (int i = 0; i < P; ++i) {
-          T* at = c + i * lines * W;
-          row[k] = plus(i, share.v[i], load(at + pattern * W), row[k]);
-          if (has_col) store(at + sum * W, plus(i, share.v[i], row_pattern - Vec<T>{}, load(at + sum * W)));
+          const int row = R == 1 ? 0 : i;
+          T* at = c + (R == 1 ? i * lines * W : 0);
+          sums[row][k] = plus(i, share.v[i], load(at + pattern * W), sums[row][k]);
+          if (has_col) store(at + sum * W, plus(i, share.v[i], r[row].*row_pattern - Vec<T>{}, load(at + sum * W)));
         }
       };
-      kind(E, U, kE, r.e, kSumE);
-      kind(L, V, kL, r.l, kSumL);
-      kind(M, W_, kEM, r.em, kSumM);
-      if (train == kAny) kind(N, U, kEN, r.en, kSumN);
+      kind(E, U, kE, &RowScales<T>::e, kSumE);
+      kind(L, V, kL, &RowScales<T>::l, kSumL);
+      kind(M, W_, kEM, &RowScales<T>::em, kSumM);
+      if (train == kAny) kind(N, U, kEN, &RowScales<T>::en, kSumN);
     };
     if (__builtin_expect(ordinary, true)) {
       add([](int, Vec<T> x, Vec<T> y, Vec<T> sum) __attribute__((always_inline)) { return sum + x * y; });
@@ -574,31 +581,39 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
       });
     }
   }
-  const auto slope = t * product<P, train>(r.em, c, lines, kEM);
-  const auto bl = product<P, train>(r.bl, c, lines, kL);
+  const auto slope = t * product<P, R, train>(r, &RowScales<T>::em, c, lines, kEM);
+  const auto bl = product<P, R, train>(r, &RowScales<T>::bl, c, lines, kL);
   if (congruent || ordinary) return path * bl + slope;
   // s is 0 at 0: the slope there is the mean of the two one-sided ones
   return EACH_OF(add_where(not_zero(raw.v[i]), path.v[i], bl.v[i], slope.v[i]));
 }
 
-// Adam on some vectors of raw.
-template <int P, typename T>
-INLINE void update(const Vecs<T, P>& grad, const Slot<T>& s, const Adam<T>& adam) {
-  const auto raw = load<P>(s.value), old = load<P>(s.avg);
+// Adam on vectors of R rows, whose first stand at `at`.
+template <int P, int R, typename T>
+INLINE void update(const Vecs<T, P>& grad, const Slot<T>* rows, int64_t at, const Adam<T>& adam) {
+  const auto each_from = [&](T* Slot<T>::*tensor) __attribute__((always_inline)) {
+    return EACH_OF(load(rows[R == 1 ? 0 : i].*tensor + at + (R == 1 ? i * kWidth<T> : 0)));
+  };
+  const auto each_to = [&](T* Slot<T>::*tensor, const Vecs<T, P>& value) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int i = 0; i < P; ++i)
+      store(rows[R == 1 ? 0 : i].*tensor + at + (R == 1 ? i * kWidth<T> : 0), value.v[i]);
+  };
+  const auto raw = each_from(&Slot<T>::value), old = each_from(&Slot<T>::avg);
   // as torch's lerp; the other form keeps grad whole where beta1 is small
   const auto avg = adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
                                        : old * adam.beta1 + grad * adam.one_minus_beta1;
-  auto sq = load<P>(s.sq) * adam.beta2 + grad * (grad * adam.one_minus_beta2);
-  store<T, P>(s.avg, avg);
-  store<T, P>(s.sq, sq);
-  if (s.max) {
-    const auto max = load<P>(s.max);
+  auto sq = each_from(&Slot<T>::sq) * adam.beta2 + grad * (grad * adam.one_minus_beta2);
+  each_to(&Slot<T>::avg, avg);
+  each_to(&Slot<T>::sq, sq);
+  if (rows[0].max) {
+    const auto max = each_from(&Slot<T>::max);
     sq = EACH_OF(sq.v[i] <= max.v[i] ? max.v[i] : sq.v[i]);
-    store<T, P>(s.max, sq);
+    each_to(&Slot<T>::max, sq);
   }
   if (!adam.writes) return;
   const auto root = EACH_OF(square_root(sq.v[i]));
-  store<T, P>(s.value, raw * adam.decay - avg / (root * adam.denominator + adam.eps));
+  each_to(&Slot<T>::value, raw * adam.decay - avg / (root * adam.denominator + adam.eps));
 }
 
 // Adam on some entries of a factor, of four kinds each: as many as fill a V.
@@ -641,9 +656,9 @@ inline void factor_steps(const Matrix<T>& x, const Slot<T>& s, const T* gradient
 constexpr int64_t kNear = 12 << 10;  // bytes
 
 template <int P, typename T>
-INLINE void prefetch(const T* from) {
+INLINE void prefetch(const T* from, int64_t bytes) {
 #pragma GCC unroll 8
-  for (int i = 0; i < P; ++i) __builtin_prefetch(reinterpret_cast<const char*>(from + i * kWidth<T>) + 4096, 0, 2);
+  for (int i = 0; i < P; ++i) __builtin_prefetch(reinterpret_cast<const char*>(from + i * kWidth<T>) + bytes, 0, 2);
 }
 
 // A row's last columns, where they do not fill a vector: worked on in padded copies.
@@ -661,89 +676,139 @@ struct Edge {
   void give(int slot, T* to) const { std::copy(memory + slot * kWidth<T>, memory + slot * kWidth<T> + count, to); }
 };
 
-// A row through pull, update and (where nothing is learned) map. Each pack's update comes one pack late: its root and division then
-// run beside the sums of the next, and nothing waits for them.
-template <typename T, bool congruent, Train train, bool has_n>
-INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) {
-  constexpr int W = kWidth<T>, lines = pulled(train);
+// R rows through pull, update and (where nothing is learned) map. Each pack's update comes one pack late: its root and division then
+// run beside the sums of the next, and nothing waits for them. More than one row: where the columns' lines must come from the second
+// cache, they then come for all of them at once.
+template <typename T, bool congruent, Train train, bool has_n, int R>
+INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Work<T>& work) {
+  constexpr int W = kWidth<T>, lines = pulled(train), across = R == 1 ? kPack : 1;
   const bool direct = x.weight_type == kOwn<T>;
   const bool maps = !learns(train) && x.adam.writes;
   const Adam<T> adam = x.adam;
-  const RowScales<T> scales = row_scales(x, i);
-  const T* g = gradient(x, h, i, work);
-  const Slot<T> s = x.raw.at(i * x.cols);
-  T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
-  const bool far = learns(train) && lines * x.cols * int64_t(sizeof(T)) > kNear;
-  Vec<T> row[kKinds]{};
-  // `count` vectors, a multiple of P, whose gradient, state, weight and columns begin at these
-  const auto step = [&]<int P>(const T* g, const Slot<T>& s, T* weight, T* c, int64_t count)
-                        __attribute__((always_inline)) {
-    Vecs<T, P> ready{};
-    for (int64_t k = 0; k < count; k += P) {
-      if (far) {
-        prefetch<P>(g + k * W), prefetch<P>(s.value + k * W);
-        prefetch<P>(s.avg + k * W), prefetch<P>(s.sq + k * W);
-      }
-      const auto grad = pull<T, congruent, train, has_n, P>(load<P>(g + k * W), load<P>(s.value + k * W), scales,
-                                                            c + k * lines * W, h.learned, x.has_col, row);
-      if (k) update<P>(ready, s.at((k - P) * W), adam);
-      ready = grad;
-    }
-    if (count) update<P>(ready, s.at((count - P) * W), adam);
-    if (maps)
-      for (int64_t k = 0; k < count; k += P)
-        store<T, P>(weight + k * W,
-                    map<T, congruent, train, has_n, P>(load<P>(s.value + k * W), scales, c + k * lines * W));
-  };
-  const int64_t whole = x.cols / (kPack * W) * kPack * W, strip = maps ? kStrip * W : whole;
-  for (int64_t j = 0; j < whole; j += strip)
-    step.template operator()<kPack>(g + j, s.at(j), weight + j, work.column(j, lines), std::min(strip, whole - j) / W);
-  int64_t j = whole;
-  for (; j + W <= x.cols; j += W) step.template operator()<1>(g + j, s.at(j), weight + j, work.column(j, lines), 1);
-  if (j < x.cols) {
-    const Edge<T> edge{work.edge(), x.cols - j};
-    const Slot<T> rest = s.at(j);
-    const Slot<T> copy{edge.take(0, rest.value), edge.take(1, rest.avg), edge.take(2, rest.sq),
-                       rest.max ? edge.take(3, rest.max) : nullptr};
-    step.template operator()<1>(edge.take(4, g + j), copy, edge.memory + 5 * W, work.column(j, lines), 1);
-    edge.give(1, rest.avg), edge.give(2, rest.sq);
-    if (rest.max) edge.give(3, rest.max);
-    if (adam.writes) edge.give(0, rest.value);
-    if (maps) edge.give(5, weight + j);
+  RowScales<T> scales[R];
+  Slot<T> state[R];
+  const T* grad[R];
+  T* weight[R];
+  for (int k = 0; k < R; ++k) {
+    scales[k] = row_scales(x, first + k);
+    state[k] = x.raw.at((first + k) * x.cols);
+    grad[k] = gradient(x, h, first + k, work, k);
+    weight[k] = direct ? static_cast<T*>(x.weight) + (first + k) * x.cols : work.weight(k);
   }
-  if (maps && !direct) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
-  if (!learns(train) || !x.has_row) return;
-  const T found[kKinds] = {horizontal_sum<T>(row[E]) / x.beta, horizontal_sum<T>(row[L]) / x.beta,
-                           horizontal_sum<T>(row[M]) * scales.e, -horizontal_sum<T>(row[N]) * scales.be};
-  if (x.one_row)
-    for (int k = 0; k < kKinds; ++k) work.scalars[k] += found[k];
-  else if (h.learned)
-    factor_steps(x, x.row.at(i * kKinds), found, 1);
+  Vec<T> sums[R][kKinds]{};
+  // From `at` in each row on, where the columns' lines begin at c: `total` vectors, a multiple of `count`
+  const auto step = [&]<int count>(const T* const* grad, const Slot<T>* state, T* const* weight, int64_t at, T* c,
+                                   int64_t total) __attribute__((always_inline)) {
+    constexpr int P = R * count;
+    Vecs<T, P> ready{};
+    for (int64_t k = 0; k < total; k += count) {
+      const int64_t j = at + k * W;
+      if (R > 1) {
+        const int64_t ahead = R * x.cols * sizeof(T);
+        for (int i = 0; i < R; ++i) {
+          prefetch<1>(grad[i] + j, ahead), prefetch<1>(state[i].value + j, ahead);
+          prefetch<1>(state[i].avg + j, ahead), prefetch<1>(state[i].sq + j, ahead);
+        }
+      }
+      const auto g = EACH_OF(load(grad[i / count] + j + i % count * W));
+      const auto raw = EACH_OF(load(state[i / count].value + j + i % count * W));
+      const auto found =
+          pull<T, congruent, train, has_n, P, R>(g, raw, scales, c + k * lines * W, h.learned, x.has_col, sums);
+      if (k) update<P, R>(ready, state, j - count * W, adam);
+      ready = found;
+    }
+    if (total) update<P, R>(ready, state, at + (total - count) * W, adam);
+    for (int64_t k = 0; maps && k < total; k += count) {
+      const int64_t j = at + k * W;
+      const auto raw = EACH_OF(load(state[i / count].value + j + i % count * W));
+      const auto moved = map<T, congruent, train, has_n, P, R>(raw, scales, c + k * lines * W);
+#pragma GCC unroll 8
+      for (int i = 0; i < P; ++i) store(weight[i / count] + j + i % count * W, moved.v[i]);
+    }
+  };
+  const int64_t whole = x.cols / (across * W) * across * W, strip = maps ? kStrip * W : whole;
+  for (int64_t j = 0; j < whole; j += strip)
+    step.template operator()<across>(grad, state, weight, j, work.column(j, lines), std::min(strip, whole - j) / W);
+  int64_t j = whole;
+  for (; j + W <= x.cols; j += W) step.template operator()<1>(grad, state, weight, j, work.column(j, lines), 1);
+  if (j < x.cols) {
+    Slot<T> copy[R];
+    const T* grad_copy[R];
+    T* weight_copy[R];
+    for (int k = 0; k < R; ++k) {
+      const Edge<T> edge{work.edge(k), x.cols - j};
+      const Slot<T> rest = state[k].at(j);
+      copy[k] = {edge.take(0, rest.value), edge.take(1, rest.avg), edge.take(2, rest.sq),
+                 rest.max ? edge.take(3, rest.max) : nullptr};
+      grad_copy[k] = edge.take(4, grad[k] + j);
+      weight_copy[k] = edge.memory + 5 * W;
+    }
+    step.template operator()<1>(grad_copy, copy, weight_copy, 0, work.column(j, lines), 1);
+    for (int k = 0; k < R; ++k) {
+      const Edge<T> edge{work.edge(k), x.cols - j};
+      const Slot<T> rest = state[k].at(j);
+      edge.give(1, rest.avg), edge.give(2, rest.sq);
+      if (rest.max) edge.give(3, rest.max);
+      if (adam.writes) edge.give(0, rest.value);
+      if (maps) edge.give(5, weight[k] + j);
+    }
+  }
+  for (int k = 0; k < R; ++k) {
+    if (maps && !direct) write_row(weight[k], x.weight, x.weight_type, (first + k) * x.cols, x.cols);
+    if (!learns(train) || !x.has_row) continue;
+    const Vec<T>* sum = sums[k];
+    const T found[kKinds] = {horizontal_sum<T>(sum[E]) / x.beta, horizontal_sum<T>(sum[L]) / x.beta,
+                             horizontal_sum<T>(sum[M]) * scales[k].e, -horizontal_sum<T>(sum[N]) * scales[k].be};
+    if (x.one_row)
+      for (int q = 0; q < kKinds; ++q) work.scalars[q] += found[q];
+    else if (h.learned)
+      factor_steps(x, x.row.at((first + k) * kKinds), found, 1);
+  }
 }
 
-template <typename T, bool congruent, Train train, bool has_n>
-INLINE void push_row(const Matrix<T>& x, int64_t i, Work<T>& work) {
-  constexpr int W = kWidth<T>, lines = pushed(has_n);
+template <typename T, bool congruent, Train train, bool has_n, int R>
+INLINE void push_together(const Matrix<T>& x, int64_t first, Work<T>& work) {
+  constexpr int W = kWidth<T>, lines = pushed(has_n), across = R == 1 ? kPush : 1;
   const bool direct = x.weight_type == kOwn<T>;
-  const RowScales<T> scales = row_scales(x, i);
-  const T* raw = x.raw.value + i * x.cols;
-  T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
-  const bool far = lines * x.cols * int64_t(sizeof(T)) > kNear;
-  const auto step = [&]<int P>(const T* raw, T* weight, int64_t j) __attribute__((always_inline)) {
-    store<T, P>(weight, map<T, congruent, train, has_n, P>(load<P>(raw), scales, work.column(j, lines)));
+  RowScales<T> scales[R];
+  const T* raw[R];
+  T* weight[R];
+  for (int k = 0; k < R; ++k) {
+    scales[k] = row_scales(x, first + k);
+    raw[k] = x.raw.value + (first + k) * x.cols;
+    weight[k] = direct ? static_cast<T*>(x.weight) + (first + k) * x.cols : work.weight(k);
+  }
+  // `count` vectors of each row
+  const auto step = [&]<int count>(const T* const* raw, T* const* weight, int64_t at, int64_t j)
+                        __attribute__((always_inline)) {
+    constexpr int P = R * count;
+    const auto old = EACH_OF(load(raw[i / count] + at + i % count * W));
+    const auto moved = map<T, congruent, train, has_n, P, R>(old, scales, work.column(j, lines));
+#pragma GCC unroll 8
+    for (int i = 0; i < P; ++i) store(weight[i / count] + at + i % count * W, moved.v[i]);
   };
   int64_t j = 0;
-  for (; j + kPush * W <= x.cols; j += kPush * W) {
-    if (far) prefetch<kPush>(raw + j), prefetch<kPush>(weight + j);
-    step.template operator()<kPush>(raw + j, weight + j, j);
+  for (; j + across * W <= x.cols; j += across * W) {
+    if (R > 1)
+      for (int k = 0; k < R; ++k) {
+        prefetch<1>(raw[k] + j, R * x.cols * sizeof(T));
+        prefetch<1>(weight[k] + j, R * x.cols * sizeof(T));
+      }
+    step.template operator()<across>(raw, weight, j, j);
   }
-  for (; j + W <= x.cols; j += W) step.template operator()<1>(raw + j, weight + j, j);
+  for (; j + W <= x.cols; j += W) step.template operator()<1>(raw, weight, j, j);
   if (j < x.cols) {
-    const Edge<T> edge{work.edge(), x.cols - j};
-    step.template operator()<1>(edge.take(0, raw + j), edge.memory + W, j);
-    edge.give(1, weight + j);
+    const T* from[R];
+    T* to[R];
+    for (int k = 0; k < R; ++k) {
+      const Edge<T> edge{work.edge(k), x.cols - j};
+      from[k] = edge.take(0, raw[k] + j), to[k] = edge.memory + W;
+    }
+    step.template operator()<1>(from, to, 0, j);
+    for (int k = 0; k < R; ++k) Edge<T>{work.edge(k), x.cols - j}.give(1, weight[k] + j);
   }
-  if (!direct) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
+  if (direct) return;
+  for (int k = 0; k < R; ++k) write_row(weight[k], x.weight, x.weight_type, (first + k) * x.cols, x.cols);
 }
 
 // ---------------------------------------------------------------------------------------------------------- whole matrices
@@ -760,15 +825,22 @@ void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Wor
   for (int64_t first = from; first < to; first += kChunk) {
     const int64_t last = std::min(to, first + kChunk);
     if (sums) work.clear_sums(x.cols, lines);
-    for (int64_t i = first; i < last; ++i) pull_row<T, congruent, train, has_n>(x, h, i, work);
+    int64_t i = first;
+    if (learns(train) && lines * x.cols * int64_t(sizeof(T)) > kNear)
+      for (; i + kRows <= last; i += kRows) pull_together<T, congruent, train, has_n, kRows>(x, h, i, work);
+    for (; i < last; ++i) pull_together<T, congruent, train, has_n, 1>(x, h, i, work);
     if (sums) work.add_sums_to_totals(x.cols, lines);
   }
 }
 
 template <typename T, bool congruent, Train train, bool has_n>
 void push_rows(const Matrix<T>& x, int64_t from, int64_t to, Work<T>& work) {
-  work.fill(x, pushed(has_n), true);
-  for (int64_t i = from; i < to; ++i) push_row<T, congruent, train, has_n>(x, i, work);
+  constexpr int lines = pushed(has_n);
+  work.fill(x, lines, true);
+  int64_t i = from;
+  if (lines * x.cols * int64_t(sizeof(T)) > kNear)
+    for (; i + kRows <= to; i += kRows) push_together<T, congruent, train, has_n, kRows>(x, i, work);
+  for (; i < to; ++i) push_together<T, congruent, train, has_n, 1>(x, i, work);
 }
 
 // Adam on what all rows have a share in: the column factors, and a row factor of one number. `works` in the order of their rows.
