@@ -124,9 +124,9 @@ INLINE Vec<T> flip(Vec<T> v, Mask<T> sign) {
   return (Vec<T>)((Mask<T>)v ^ sign);
 }
 
-// What AVX-512 has instructions for: y in an integer, `nearest`, and the `rest`; the half of x*2^t, for an x that is in units of
-// `kUnit` (half of 2^t has the range of floats where 2^t itself does not); which lanes are finite, or not zero; sum + x*y where a lane is; and whether all lanes of one vector are finite and
-// none of another is zero, which one branch tells (elsewhere it would cost what it saves, and is denied).
+// What AVX-512 has instructions for: y in an integer, `nearest`, and the `rest`; half of x*2^t, for an x in units of `kUnit` (half of
+// 2^t is in the range of floats where 2^t is not); which lanes are finite, or not zero; sum + x*y where a lane is; a store past the
+// caches; and whether x is finite and y not zero in all lanes, to branch on (elsewhere it is denied, since it costs what it saves).
 #if defined(__AVX512DQ__)
 
 using Lanes = uint32_t;
@@ -154,6 +154,9 @@ INLINE Vec<double> add_where(Lanes lanes, Vec<double> x, Vec<double> y, Vec<doub
 }
 INLINE Vec<float> smaller(Vec<float> x, Vec<float> y) { return (Vec<float>)_mm512_min_ps((__m512)x, (__m512)y); }
 INLINE Vec<double> smaller(Vec<double> x, Vec<double> y) { return (Vec<double>)_mm512_min_pd((__m512d)x, (__m512d)y); }
+INLINE void stream(float* to, Vec<float> v) { _mm512_stream_ps(to, (__m512)v); }
+INLINE void stream(double* to, Vec<double> v) { _mm512_stream_pd(to, (__m512d)v); }
+INLINE void end_of_stream() { _mm_sfence(); }
 INLINE bool finite_and_not_zero(Vec<float> x, Vec<float> y) {
   return _kortestz_mask16_u8(_mm512_fpclass_ps_mask((__m512)x, kNotFinite),
                              _mm512_cmp_ps_mask((__m512)y, __m512{}, _CMP_EQ_OQ));
@@ -214,6 +217,11 @@ template <typename V>
 INLINE V smaller(V x, V y) {
   return x < y ? x : y;
 }
+template <typename T, typename V>
+INLINE void stream(T* to, V v) {
+  std::memcpy(to, &v, sizeof v);
+}
+INLINE void end_of_stream() {}
 template <typename V>
 INLINE bool finite_and_not_zero(V, V) {
   return false;
@@ -292,7 +300,7 @@ INLINE Vecs<T, P> exp_base2(const Vecs<T, P>& y) {
 }
 
 constexpr int kPack = 2, kPush = 4;  // vectors in lockstep, in the first and in the second pass
-constexpr int kRows = 2;             // rows in lockstep in the second pass, where they are long
+constexpr int kRows = 2;             // rows in lockstep, where that is faster (it was measured)
 constexpr int kStrip = 16;           // vectors of a row that are pulled and updated before their map, where that follows at once
 static_assert(kStrip % kPack == 0);
 
@@ -651,9 +659,9 @@ inline void factor_steps(const Matrix<T>& x, const Slot<T>& s, const T* gradient
   for (; i < count; ++i) factor_step<typename Simd<T>::V4>(x.adam, s.at(i * kKinds), gradients + i * kKinds);
 }
 
-// The processor's own prefetching keeps up with the state only while the columns' lines stay in the first cache: what is fetched
-// of them again from the second takes its place. Into the second cache: the first is theirs.
-constexpr int64_t kNear = 12 << 10;  // bytes
+// The processor's own prefetching keeps up with the state only while the columns' lines stay in the first cache (kNear): what is
+// fetched of them again from the second takes its place. Into the second cache: the first is theirs.
+constexpr int64_t kNear = 12 << 10, kPage = 4096;  // bytes
 
 template <int P, typename T>
 INLINE void prefetch(const T* from, int64_t bytes) {
@@ -695,6 +703,8 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Wor
     grad[k] = gradient(x, h, first + k, work, k);
     weight[k] = direct ? static_cast<T*>(x.weight) + (first + k) * x.cols : work.weight(k);
   }
+  const bool far = learns(train) && lines * x.cols * int64_t(sizeof(T)) > kNear;
+  const int64_t ahead = R == 1 ? kPage : R * x.cols * int64_t(sizeof(T));
   Vec<T> sums[R][kKinds]{};
   // From `at` in each row on, where the columns' lines begin at c: `total` vectors, a multiple of `count`
   const auto step = [&]<int count>(const T* const* grad, const Slot<T>* state, T* const* weight, int64_t at, T* c,
@@ -703,11 +713,10 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Wor
     Vecs<T, P> ready{};
     for (int64_t k = 0; k < total; k += count) {
       const int64_t j = at + k * W;
-      if (R > 1) {
-        const int64_t ahead = R * x.cols * sizeof(T);
+      if (far) {
         for (int i = 0; i < R; ++i) {
-          prefetch<1>(grad[i] + j, ahead), prefetch<1>(state[i].value + j, ahead);
-          prefetch<1>(state[i].avg + j, ahead), prefetch<1>(state[i].sq + j, ahead);
+          prefetch<count>(grad[i] + j, ahead), prefetch<count>(state[i].value + j, ahead);
+          prefetch<count>(state[i].avg + j, ahead), prefetch<count>(state[i].sq + j, ahead);
         }
       }
       const auto g = EACH_OF(load(grad[i / count] + j + i % count * W));
@@ -778,6 +787,8 @@ INLINE void push_together(const Matrix<T>& x, int64_t first, Work<T>& work) {
     raw[k] = x.raw.value + (first + k) * x.cols;
     weight[k] = direct ? static_cast<T*>(x.weight) + (first + k) * x.cols : work.weight(k);
   }
+  // Past the caches, which need not fetch what is written whole. Every vector of every row must be aligned.
+  const bool past = R > 1 && direct && x.cols % W == 0 && reinterpret_cast<uintptr_t>(weight[0]) % kBytes == 0;
   // `count` vectors of each row
   const auto step = [&]<int count>(const T* const* raw, T* const* weight, int64_t at, int64_t j)
                         __attribute__((always_inline)) {
@@ -785,14 +796,20 @@ INLINE void push_together(const Matrix<T>& x, int64_t first, Work<T>& work) {
     const auto old = EACH_OF(load(raw[i / count] + at + i % count * W));
     const auto moved = map<T, congruent, train, has_n, P, R>(old, scales, work.column(j, lines));
 #pragma GCC unroll 8
-    for (int i = 0; i < P; ++i) store(weight[i / count] + at + i % count * W, moved.v[i]);
+    for (int i = 0; i < P; ++i) {
+      T* to = weight[i / count] + at + i % count * W;
+      if (past)
+        stream(to, moved.v[i]);
+      else
+        store(to, moved.v[i]);
+    }
   };
   int64_t j = 0;
   for (; j + across * W <= x.cols; j += across * W) {
     if (R > 1)
       for (int k = 0; k < R; ++k) {
         prefetch<1>(raw[k] + j, R * x.cols * sizeof(T));
-        prefetch<1>(weight[k] + j, R * x.cols * sizeof(T));
+        if (!past) prefetch<1>(weight[k] + j, R * x.cols * sizeof(T));
       }
     step.template operator()<across>(raw, weight, j, j);
   }
@@ -826,7 +843,7 @@ void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Wor
     const int64_t last = std::min(to, first + kChunk);
     if (sums) work.clear_sums(x.cols, lines);
     int64_t i = first;
-    if (learns(train) && lines * x.cols * int64_t(sizeof(T)) > kNear)
+    if (learns(train) && x.cols * int64_t(sizeof(T)) > kPage && x.cols * int64_t(sizeof(T)) <= 2 * kPage)
       for (; i + kRows <= last; i += kRows) pull_together<T, congruent, train, has_n, kRows>(x, h, i, work);
     for (; i < last; ++i) pull_together<T, congruent, train, has_n, 1>(x, h, i, work);
     if (sums) work.add_sums_to_totals(x.cols, lines);
@@ -841,6 +858,7 @@ void push_rows(const Matrix<T>& x, int64_t from, int64_t to, Work<T>& work) {
   if (lines * x.cols * int64_t(sizeof(T)) > kNear)
     for (; i + kRows <= to; i += kRows) push_together<T, congruent, train, has_n, kRows>(x, i, work);
   for (; i < to; ++i) push_together<T, congruent, train, has_n, 1>(x, i, work);
+  end_of_stream();
 }
 
 // Adam on what all rows have a share in: the column factors, and a row factor of one number. `works` in the order of their rows.
