@@ -81,9 +81,8 @@ class Shadow:
     _seen: dict[Tensor, _Seen]
     _made: dict[Tensor, dict[str, Any]]  # the FIXED options that a curved parameter's state was made under
     _checked: list[Any] | None = None  # the options of all groups when they were last found to be in order
-    _moving: Sequence[
-        Tensor
-    ] = ()  # what a step is writing to, or was when it was interrupted: only the values can tell where
+    # What a step is writing to, or was when it was interrupted: only the values can tell where that left p and raw.
+    _moving: Sequence[Tensor] = ()
     _warned: set[str]
 
     # ------------------------------------------------------------------------------------------------------- who is who

@@ -1404,8 +1404,8 @@ def _new_state(optimizer: SELAdam, p: nn.Parameter) -> None:
     optimizer.state[p]["scale_row_exp_avg"].add_(0.01)
 
 
-def _more_steps(optimizer: SELAdam, p: nn.Parameter) -> None:
-    optimizer.state[p]["step"] = torch.tensor(1.0)
+def _more_steps(dtype: torch.dtype) -> Callable[[SELAdam, nn.Parameter], None]:
+    return lambda optimizer, p: optimizer.state[p].update(step=torch.tensor(1, dtype=dtype))
 
 
 def _other_slope(optimizer: SELAdam, p: nn.Parameter) -> None:
@@ -1432,7 +1432,8 @@ def _edit(optimizer: SELAdam, p: nn.Parameter) -> None:
 CHANGES: dict[str, Callable[[SELAdam, nn.Parameter], None]] = {
     "a moment": _new_moment,
     "the state": _new_state,
-    "the count": _more_steps,
+    "the count": _more_steps(torch.float32),
+    "the count, an integer": _more_steps(torch.int64),
     "the slope": _other_slope,
     "amsgrad": _option(amsgrad=True),
     "lr_space": _option(lr_space="raw"),

@@ -1066,12 +1066,12 @@ void step_of(at::TensorList weights, at::TensorList grads, at::TensorList state,
 
 void raise_by_one(at::TensorList counts) {
   for (const at::Tensor& count : counts) {
-    TORCH_CHECK(count.numel() == 1 && count.device().is_cpu(), "seloptim: a count of steps of another size or device");
-    if (count.scalar_type() == at::kFloat)
-      *count.data_ptr<float>() += 1;
-    else
-      *count.data_ptr<double>() += 1;
-    count.unsafeGetTensorImpl()->bump_version();
+    if (count.scalar_type() == at::kFloat && count.numel() == 1 && count.device().is_cpu()) {
+      *count.data_ptr<float>() += 1;  // as we make them; ATen's own takes a while to wake up
+      count.unsafeGetTensorImpl()->bump_version();
+    } else {
+      count.add_(1);
+    }
   }
 }
 
