@@ -1433,7 +1433,7 @@ CHANGES: dict[str, Callable[[SELAdam, nn.Parameter], None]] = {
     "a moment": _new_moment,
     "the state": _new_state,
     "the count": _more_steps(torch.float32),
-    "the count, an integer": _more_steps(torch.int64),
+    "the count, of another dtype": _more_steps(torch.float64),
     "the slope": _other_slope,
     "amsgrad": _option(amsgrad=True),
     "lr_space": _option(lr_space="raw"),
