@@ -257,16 +257,26 @@ INLINE Pack<V, P> operator/(const Pack<V, P>& a, const Pack<V, P>& b) { return E
 template <typename V, int P, typename T>
 INLINE Pack<V, P> operator+(const Pack<V, P>& a, T b) { return EACH_OF(a.v[i] + b); }
 template <typename V, int P, typename T>
-INLINE Pack<V, P> operator-(const Pack<V, P>& a, T b) { return EACH_OF(a.v[i] - b); }
-template <typename V, int P, typename T>
 INLINE Pack<V, P> operator*(const Pack<V, P>& a, T b) { return EACH_OF(a.v[i] * b); }
 
-template <int P, typename T>
-INLINE Vecs<T, P> load(const T* from, int64_t stride = kWidth<T>) { return EACH_OF(load(from + i * stride)); }
-template <typename T, int P>
-INLINE void store(T* to, const Vecs<T, P>& p) {
+// The vectors of a pack are neighbours in one row, or (R > 1) one of each of R rows: of vector i, its row, and where it is there.
+template <int R>
+constexpr int row_of(int i) {
+  return R == 1 ? 0 : i;
+}
+template <int R>
+constexpr int place_of(int i) {
+  return R == 1 ? i : 0;
+}
+
+template <int P, int R, typename T>
+INLINE Vecs<T, P> load(const T* const* rows, int64_t at) {
+  return EACH_OF(load(rows[row_of<R>(i)] + at + place_of<R>(i) * kWidth<T>));
+}
+template <int R, typename T, int P>
+INLINE void store(T* const* rows, int64_t at, const Vecs<T, P>& p) {
 #pragma GCC unroll 8
-  for (int i = 0; i < P; ++i) store(to + i * kWidth<T>, p.v[i]);
+  for (int i = 0; i < P; ++i) store(rows[row_of<R>(i)] + at + place_of<R>(i) * kWidth<T>, p.v[i]);
 }
 
 // 2^y = 2^whole * (1 + part), part in kUnit and accurate near zero.
@@ -508,14 +518,13 @@ const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work, 
   return g;
 }
 
-// row[i] * col[j] for P vectors: one of each of R rows, with the same columns, or neighbours in one row. The columns' patterns stand in
-// c, `lines` vectors side by side.
+// row[i] * col[j] for P vectors, whose columns' patterns stand in c, `lines` vectors side by side.
 template <int P, int R, Train train, typename T>
 INLINE Vecs<T, P> product(const RowScales<T>* rows, T RowScales<T>::*row, const T* c, int lines, int which) {
   static_assert(R == 1 || R == P);
-  const auto scale = [&](size_t i) __attribute__((always_inline)) { return rows[R == 1 ? 0 : i].*row; };
+  const auto scale = [&](size_t i) __attribute__((always_inline)) { return rows[row_of<R>(i)].*row; };
   if (train == kConstant) return EACH_OF(Vec<T>{} + scale(i));
-  return EACH_OF(load(c + (which + (R == 1 ? i * lines : 0)) * kWidth<T>) * scale(i));
+  return EACH_OF(load(c + (which + place_of<R>(i) * lines) * kWidth<T>) * scale(i));
 }
 
 template <int P, int R, Train train, typename T>
@@ -568,8 +577,8 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
         if (train == kAny && !(learned >> k & 1)) return;
 #pragma GCC unroll 8
         for (int i = 0; i < P; ++i) {
-          const int row = R == 1 ? 0 : i;
-          T* at = c + (R == 1 ? i * lines * W : 0);
+          const int row = row_of<R>(i);
+          T* at = c + place_of<R>(i) * lines * W;
           sums[row][k] = plus(i, share.v[i], load(at + pattern * W), sums[row][k]);
           if (has_col) store(at + sum * W, plus(i, share.v[i], r[row].*row_pattern - Vec<T>{}, load(at + sum * W)));
         }
@@ -600,12 +609,12 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
 template <int P, int R, typename T>
 INLINE void update(const Vecs<T, P>& grad, const Slot<T>* rows, int64_t at, const Adam<T>& adam) {
   const auto each_from = [&](T* Slot<T>::*tensor) __attribute__((always_inline)) {
-    return EACH_OF(load(rows[R == 1 ? 0 : i].*tensor + at + (R == 1 ? i * kWidth<T> : 0)));
+    return EACH_OF(load(rows[row_of<R>(i)].*tensor + at + place_of<R>(i) * kWidth<T>));
   };
   const auto each_to = [&](T* Slot<T>::*tensor, const Vecs<T, P>& value) __attribute__((always_inline)) {
 #pragma GCC unroll 8
     for (int i = 0; i < P; ++i)
-      store(rows[R == 1 ? 0 : i].*tensor + at + (R == 1 ? i * kWidth<T> : 0), value.v[i]);
+      store(rows[row_of<R>(i)].*tensor + at + place_of<R>(i) * kWidth<T>, value.v[i]);
   };
   const auto raw = each_from(&Slot<T>::value), old = each_from(&Slot<T>::avg);
   // as torch's lerp; the other form keeps grad whole where beta1 is small
@@ -719,8 +728,8 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Wor
           prefetch<count>(state[i].avg + j, ahead), prefetch<count>(state[i].sq + j, ahead);
         }
       }
-      const auto g = EACH_OF(load(grad[i / count] + j + i % count * W));
-      const auto raw = EACH_OF(load(state[i / count].value + j + i % count * W));
+      const auto g = load<P, R>(grad, j);
+      const auto raw = EACH_OF(load(state[row_of<R>(i)].value + j + place_of<R>(i) * W));
       const auto found =
           pull<T, congruent, train, has_n, P, R>(g, raw, scales, c + k * lines * W, h.learned, x.has_col, sums);
       if (k) update<P, R>(ready, state, j - count * W, adam);
@@ -729,10 +738,8 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Wor
     if (total) update<P, R>(ready, state, at + (total - count) * W, adam);
     for (int64_t k = 0; maps && k < total; k += count) {
       const int64_t j = at + k * W;
-      const auto raw = EACH_OF(load(state[i / count].value + j + i % count * W));
-      const auto moved = map<T, congruent, train, has_n, P, R>(raw, scales, c + k * lines * W);
-#pragma GCC unroll 8
-      for (int i = 0; i < P; ++i) store(weight[i / count] + j + i % count * W, moved.v[i]);
+      const auto raw = EACH_OF(load(state[row_of<R>(i)].value + j + place_of<R>(i) * W));
+      store<R>(weight, j, map<T, congruent, train, has_n, P, R>(raw, scales, c + k * lines * W));
     }
   };
   const int64_t whole = x.cols / (across * W) * across * W, strip = maps ? kStrip * W : whole;
@@ -793,16 +800,9 @@ INLINE void push_together(const Matrix<T>& x, int64_t first, Work<T>& work) {
   const auto step = [&]<int count>(const T* const* raw, T* const* weight, int64_t at, int64_t j)
                         __attribute__((always_inline)) {
     constexpr int P = R * count;
-    const auto old = EACH_OF(load(raw[i / count] + at + i % count * W));
-    const auto moved = map<T, congruent, train, has_n, P, R>(old, scales, work.column(j, lines));
-#pragma GCC unroll 8
-    for (int i = 0; i < P; ++i) {
-      T* to = weight[i / count] + at + i % count * W;
-      if (past)
-        stream(to, moved.v[i]);
-      else
-        store(to, moved.v[i]);
-    }
+    const auto moved = map<T, congruent, train, has_n, P, R>(load<P, R>(raw, at), scales, work.column(j, lines));
+    if (!past) return store<R>(weight, at, moved);
+    for (int i = 0; i < P; ++i) stream(weight[row_of<R>(i)] + at + place_of<R>(i) * W, moved.v[i]);
   };
   int64_t j = 0;
   for (; j + across * W <= x.cols; j += across * W) {
