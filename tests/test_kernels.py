@@ -132,6 +132,29 @@ def test_one_step_from_a_random_state_is_the_rule(
         torch.testing.assert_close(ours[key], value, rtol=1e-11, atol=1e-13 * float(value.abs().max()), msg=key)
 
 
+@pytest.mark.parametrize("combine", ["mismatched", "congruent"])
+@pytest.mark.parametrize("columns", [40, 1117])
+def test_factors_of_a_row_that_nothing_can_be_divided_by(
+    columns: int, combine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel takes a row's factor out of a sum: not where that is 0, nor where the sum is gone with it."""
+    rows = [{}, {"e": 0.0}, {"l": 0.0}, {"m": 0.0}, {"e": 1e-300}, {"l": 1e-300}, {"m": 1e-300}, {"e": 1e9}, {"l": 1e9}, {}]
+    eager = scattered((len(rows), columns), torch.float64, {"combine": combine, **EAGER}, zeros=False)
+    (p,) = eager.param_groups[0]["params"]
+    for i, factors in enumerate(rows):
+        for kind, value in factors.items():
+            eager.state[p]["scale_row"][i, "elmn".index(kind)] = value
+    eager._restore(eager.param_groups[0], p)
+    native = twin(eager, {"combine": combine, "fused": True})
+    for _ in range(2):
+        eager.step()
+        step(native, monkeypatch)
+    ours = values(native)
+    for key, value in values(eager).items():
+        scale = value.abs().max() if key.startswith("scale_col") else value.abs()
+        assert ((ours[key] - value).abs() <= 1e-11 * scale + 1e-300).all(), key
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("combine", ["mismatched", "congruent"])
 @pytest.mark.parametrize("name", ["structure_row_col", "structure_none", "all_kinds", "coupled"])

@@ -379,14 +379,28 @@ INLINE RowScales<T> row_scales(const Matrix<T>& x, int64_t i) {
   return r;
 }
 
-// What of the scales is learned: nothing, with scales that have no column factor; nothing; exactly e, l, m; any set of kinds, and n.
+// What is learned of the scales of a matrix whose moments are `usual`: nothing, and they have no column factor; nothing; exactly
+// e, l, m, and they have one. And all the rest: any set of kinds, or none, with n, or moments that are not usual.
 enum Train { kConstant, kFrozen, kUsual, kAny };
 constexpr bool learns(Train train) { return train == kUsual || train == kAny; }
+
+// What need not be tested for at every vector, then.
+template <typename T>
+bool usual_moments(const Matrix<T>& x) {
+  return x.adam.writes && !x.raw.max && x.adam.beta1 > T(0.5) && x.adam.beta2 > T(0.5);
+}
+
+// kUsual takes two factors of a row out of its sums when they are complete: not where that divides by next to nothing.
+template <typename T>
+INLINE bool usual_row(const RowScales<T>& r) {
+  const T em = std::abs(r.em), bl = std::abs(r.bl);
+  return em > T(1e-6) && em < T(1e6) && bl > T(1e-6) && bl < T(1e6);
+}
 
 // What a pass needs of the columns: for each vector of them its patterns and its sums side by side, and nothing that it does not
 // need, so that it fills few lines of the cache and fills them evenly. e*m and e*n are what sums are weighted with.
 enum Column { kE, kL, kM, kEM, kSumE, kSumL, kSumM, kN, kEN, kSumN, kColumns };
-constexpr int pulled(Train train) { return train == kAny ? kColumns : train == kUsual ? kN : kSumE; }
+constexpr int pulled(Train train, bool has_n) { return has_n ? kColumns : learns(train) ? kN : kSumE; }
 constexpr int pushed(bool has_n) { return has_n ? 4 : 3; }  // e, l, m, n
 
 // The memory that one thread works in: O(cols).
@@ -535,7 +549,7 @@ INLINE Vecs<T, P> shift(const RowScales<T>* rows, const T* c, int lines, int whi
 // weight = s*(e/beta)*N*X + (l/beta)*(a or raw). c: the columns' patterns as `push` or `pull` has them.
 template <typename T, bool congruent, Train train, bool has_n, int P, int R = 1>
 INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>* r, const T* c) {
-  constexpr int lines = learns(train) ? pushed(has_n) : pulled(train);
+  constexpr int lines = learns(train) ? pushed(has_n) : pulled(train, has_n);
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
   const auto half = half_expm1_base2<T, P>(a * product<P, R, train>(r, &RowScales<T>::bm, c, lines, kM));
@@ -545,26 +559,36 @@ INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>* r, const T* c) 
   return signed_half * be2 + product<P, R, train>(r, &RowScales<T>::bl, c, lines, kL) * (congruent ? raw : a);
 }
 
-// Vectors of R rows: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums.
-template <typename T, bool congruent, Train train, bool has_n, int P, int R>
+// Vectors of R rows: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums. In the usual case
+// what is shared has been multiplied by the row's factor, which the slope needs anyway: columns add it up as it is, and rows
+// divide their sums in the end. `meanwhile` is called where most of the exponential has been asked for, and nothing stored.
+template <typename T, bool congruent, Train train, bool has_n, int P, int R, typename F>
 INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScales<T>* r, T* c, int64_t learned,
-                       bool has_col, Vec<T> (*sums)[kKinds]) {
-  constexpr int W = kWidth<T>, lines = pulled(train);
+                       bool has_col, Vec<T> (*sums)[kKinds], const F& meanwhile) {
+  constexpr int W = kWidth<T>, lines = pulled(train, has_n);
+  const auto of_row = [&](T RowScales<T>::*which) __attribute__((always_inline)) {
+    return EACH_OF(r[row_of<R>(i)].*which - Vec<T>{});
+  };
+  const auto of_column = [&](int which) __attribute__((always_inline)) {
+    return EACH_OF(load(c + (which + place_of<R>(i) * lines) * W));
+  };
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
   const auto half = half_expm1_base2<T, P>(a * product<P, R, train>(r, &RowScales<T>::bm, c, lines, kM));
   const auto X = half + half;
   const auto signed_g = EACH_OF(flip<T>(g.v[i], sign.v[i]));
-  const auto path = congruent ? g : signed_g;
-  auto t = g * X + g;  // g*(1 + X)*N
+  auto linear = congruent ? g : signed_g;
+  auto curved = g * X + g;  // g*(1 + X)*N
   auto U = signed_g * X;
   if (has_n) {
     const auto shrink = shift<P, R, train>(r, c, lines, kN);
-    t = t * shrink, U = U * shrink;
+    curved = curved * shrink, U = U * shrink;
   }
+  meanwhile();
+  if (train == kUsual) linear = linear * of_row(&RowScales<T>::bl), curved = curved * of_row(&RowScales<T>::em);
   bool ordinary = false;
   if (learns(train)) {
-    const auto V = path * raw, W_ = t * raw;
+    const auto V = linear * raw, W_ = curved * raw;
     // Almost always there is nothing to look at in any lane.
     auto all = W_.v[0], least = a.v[0];
 #pragma GCC unroll 8
@@ -572,21 +596,22 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
     ordinary = finite_and_not_zero(all, least);
     // plus(i, x, y, sum) is sum + x*y for vector i of the pack
     const auto add = [&](auto plus) __attribute__((always_inline)) {
-      const auto kind = [&](Kind k, const Vecs<T, P>& share, Column pattern, T RowScales<T>::*row_pattern, Column sum)
+      const auto kind = [&](Kind k, const Vecs<T, P>& share, const Vecs<T, P>& of_columns, const Vecs<T, P>& of_rows, Column sum)
                             __attribute__((always_inline)) {
         if (train == kAny && !(learned >> k & 1)) return;
 #pragma GCC unroll 8
         for (int i = 0; i < P; ++i) {
-          const int row = row_of<R>(i);
-          T* at = c + place_of<R>(i) * lines * W;
-          sums[row][k] = plus(i, share.v[i], load(at + pattern * W), sums[row][k]);
-          if (has_col) store(at + sum * W, plus(i, share.v[i], r[row].*row_pattern - Vec<T>{}, load(at + sum * W)));
+          Vec<T>& row = sums[row_of<R>(i)][k];
+          row = plus(i, share.v[i], of_columns.v[i], row);
+          T* column = c + (sum + place_of<R>(i) * lines) * W;
+          if (train == kUsual || has_col) store(column, plus(i, share.v[i], of_rows.v[i], load(column)));
         }
       };
-      kind(E, U, kE, &RowScales<T>::e, kSumE);
-      kind(L, V, kL, &RowScales<T>::l, kSumL);
-      kind(M, W_, kEM, &RowScales<T>::em, kSumM);
-      if (train == kAny) kind(N, U, kEN, &RowScales<T>::en, kSumN);
+      const auto one = EACH_OF((void(i), T(1) - Vec<T>{}));
+      kind(E, U, of_column(kE), of_row(&RowScales<T>::be), kSumE);
+      kind(L, V, of_column(kL), train == kUsual ? one : of_row(&RowScales<T>::bl), kSumL);
+      kind(M, W_, of_column(kEM), train == kUsual ? one : of_row(&RowScales<T>::em), kSumM);
+      if (has_n) kind(N, U, of_column(kEN), of_row(&RowScales<T>::en), kSumN);
     };
     if (__builtin_expect(ordinary, true)) {
       add([](int, Vec<T> x, Vec<T> y, Vec<T> sum) __attribute__((always_inline)) { return sum + x * y; });
@@ -598,15 +623,16 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
       });
     }
   }
-  const auto slope = t * product<P, R, train>(r, &RowScales<T>::em, c, lines, kEM);
-  const auto bl = product<P, R, train>(r, &RowScales<T>::bl, c, lines, kL);
-  if (congruent || ordinary) return path * bl + slope;
+  const auto em = train == kUsual ? of_column(kEM) : product<P, R, train>(r, &RowScales<T>::em, c, lines, kEM);
+  const auto bl = train == kUsual ? of_column(kL) : product<P, R, train>(r, &RowScales<T>::bl, c, lines, kL);
+  const auto slope = curved * em;
+  if (congruent || ordinary) return linear * bl + slope;
   // s is 0 at 0: the slope there is the mean of the two one-sided ones
-  return EACH_OF(add_where(not_zero(raw.v[i]), path.v[i], bl.v[i], slope.v[i]));
+  return EACH_OF(add_where(not_zero(raw.v[i]), linear.v[i], bl.v[i], slope.v[i]));
 }
 
-// Adam on vectors of R rows, whose first stand at `at`.
-template <int P, int R, typename T>
+// Adam on vectors of R rows, whose first stand at `at`. As torch's lerp, while the share of what is new is not too large for that.
+template <int P, int R, bool usual, typename T>
 INLINE void update(const Vecs<T, P>& grad, const Slot<T>* rows, int64_t at, const Adam<T>& adam) {
   const auto each_from = [&](T* Slot<T>::*tensor) __attribute__((always_inline)) {
     return EACH_OF(load(rows[row_of<R>(i)].*tensor + at + place_of<R>(i) * kWidth<T>));
@@ -616,19 +642,19 @@ INLINE void update(const Vecs<T, P>& grad, const Slot<T>* rows, int64_t at, cons
     for (int i = 0; i < P; ++i)
       store(rows[row_of<R>(i)].*tensor + at + place_of<R>(i) * kWidth<T>, value.v[i]);
   };
-  const auto raw = each_from(&Slot<T>::value), old = each_from(&Slot<T>::avg);
-  // as torch's lerp; the other form keeps grad whole where beta1 is small
-  const auto avg = adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
-                                       : old * adam.beta1 + grad * adam.one_minus_beta1;
-  auto sq = each_from(&Slot<T>::sq) * adam.beta2 + grad * (grad * adam.one_minus_beta2);
+  const auto raw = each_from(&Slot<T>::value), old = each_from(&Slot<T>::avg), old_sq = each_from(&Slot<T>::sq);
+  const auto avg = usual || adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
+                                                   : old * adam.beta1 + grad * adam.one_minus_beta1;
+  auto sq = usual || adam.beta2 > T(0.5) ? old_sq + (grad * grad - old_sq) * adam.one_minus_beta2
+                                            : old_sq * adam.beta2 + grad * grad * adam.one_minus_beta2;
   each_to(&Slot<T>::avg, avg);
   each_to(&Slot<T>::sq, sq);
-  if (rows[0].max) {
+  if (!usual && rows[0].max) {
     const auto max = each_from(&Slot<T>::max);
     sq = EACH_OF(sq.v[i] <= max.v[i] ? max.v[i] : sq.v[i]);
     each_to(&Slot<T>::max, sq);
   }
-  if (!adam.writes) return;
+  if (!usual && !adam.writes) return;
   const auto root = EACH_OF(square_root(sq.v[i]));
   each_to(&Slot<T>::value, raw * adam.decay - avg / (root * adam.denominator + adam.eps));
 }
@@ -670,7 +696,7 @@ inline void factor_steps(const Matrix<T>& x, const Slot<T>& s, const T* gradient
 
 // The processor's own prefetching keeps up with the state only while the columns' lines stay in the first cache (kNear): what is
 // fetched of them again from the second takes its place. Into the second cache: the first is theirs.
-constexpr int64_t kNear = 12 << 10, kPage = 4096;  // bytes
+constexpr int64_t kNear = 12 << 10, kFar = 20 << 10, kPage = 4096;  // bytes
 
 template <int P, typename T>
 INLINE void prefetch(const T* from, int64_t bytes) {
@@ -698,9 +724,9 @@ struct Edge {
 // cache, they then come for all of them at once.
 template <typename T, bool congruent, Train train, bool has_n, int R>
 INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Work<T>& work) {
-  constexpr int W = kWidth<T>, lines = pulled(train), across = R == 1 ? kPack : 1;
+  constexpr int W = kWidth<T>, lines = pulled(train, has_n), across = R == 1 ? kPack : 1;
+  constexpr bool maps = !learns(train);
   const bool direct = x.weight_type == kOwn<T>;
-  const bool maps = !learns(train) && x.adam.writes;
   const Adam<T> adam = x.adam;
   RowScales<T> scales[R];
   Slot<T> state[R];
@@ -719,8 +745,7 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Wor
   const auto step = [&]<int count>(const T* const* grad, const Slot<T>* state, T* const* weight, int64_t at, T* c,
                                    int64_t total) __attribute__((always_inline)) {
     constexpr int P = R * count;
-    Vecs<T, P> ready{};
-    for (int64_t k = 0; k < total; k += count) {
+    const auto pull_at = [&](int64_t k, const auto& meanwhile) __attribute__((always_inline)) {
       const int64_t j = at + k * W;
       if (far) {
         for (int i = 0; i < R; ++i) {
@@ -728,14 +753,17 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Wor
           prefetch<count>(state[i].avg + j, ahead), prefetch<count>(state[i].sq + j, ahead);
         }
       }
-      const auto g = load<P, R>(grad, j);
       const auto raw = EACH_OF(load(state[row_of<R>(i)].value + j + place_of<R>(i) * W));
-      const auto found =
-          pull<T, congruent, train, has_n, P, R>(g, raw, scales, c + k * lines * W, h.learned, x.has_col, sums);
-      if (k) update<P, R>(ready, state, j - count * W, adam);
-      ready = found;
-    }
-    if (total) update<P, R>(ready, state, at + (total - count) * W, adam);
+      return pull<T, congruent, train, has_n, P, R>(load<P, R>(grad, j), raw, scales, c + k * lines * W, h.learned,
+                                                    x.has_col, sums, meanwhile);
+    };
+    const auto update_at = [&](int64_t k, const Vecs<T, P>& slope) __attribute__((always_inline)) {
+      update<P, R, train != kAny>(slope, state, at + k * W, adam);
+    };
+    auto ready = pull_at(0, [] {});
+    for (int64_t k = count; k < total; k += count)
+      ready = pull_at(k, [&]() __attribute__((always_inline)) { update_at(k - count, ready); });
+    update_at(total - count, ready);
     for (int64_t k = 0; maps && k < total; k += count) {
       const int64_t j = at + k * W;
       const auto raw = EACH_OF(load(state[row_of<R>(i)].value + j + place_of<R>(i) * W));
@@ -772,9 +800,11 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Wor
   for (int k = 0; k < R; ++k) {
     if (maps && !direct) write_row(weight[k], x.weight, x.weight_type, (first + k) * x.cols, x.cols);
     if (!learns(train) || !x.has_row) continue;
-    const Vec<T>* sum = sums[k];
-    const T found[kKinds] = {horizontal_sum<T>(sum[E]) / x.beta, horizontal_sum<T>(sum[L]) / x.beta,
-                             horizontal_sum<T>(sum[M]) * scales[k].e, -horizontal_sum<T>(sum[N]) * scales[k].be};
+    const RowScales<T>& r = scales[k];
+    const T found[kKinds] = {horizontal_sum<T>(sums[k][E]) / x.beta,
+                             horizontal_sum<T>(sums[k][L]) / (train == kUsual ? r.l : x.beta),
+                             horizontal_sum<T>(sums[k][M]) * (train == kUsual ? r.e / r.em : r.e),
+                             -horizontal_sum<T>(sums[k][N]) * r.be};
     if (x.one_row)
       for (int q = 0; q < kKinds; ++q) work.scalars[q] += found[q];
     else if (h.learned)
@@ -834,18 +864,34 @@ constexpr int64_t kChunk = 128;  // rows whose column sums are added up before t
 
 template <typename T, bool congruent, Train train, bool has_n>
 void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Work<T>& work) {
-  constexpr int lines = pulled(train);
+  constexpr int lines = pulled(train, has_n);
   const bool sums = learns(train) && x.has_col;
+  const bool pairs = learns(train) && lines * x.cols * int64_t(sizeof(T)) > kFar;
   if (train != kConstant) work.fill(x, lines, false);
   std::fill(work.scalars, work.scalars + kKinds, T(0));
   if (sums) work.clear_totals(x.cols);
   for (int64_t first = from; first < to; first += kChunk) {
     const int64_t last = std::min(to, first + kChunk);
     if (sums) work.clear_sums(x.cols, lines);
-    int64_t i = first;
-    if (learns(train) && x.cols * int64_t(sizeof(T)) > kPage && x.cols * int64_t(sizeof(T)) <= 2 * kPage)
-      for (; i + kRows <= last; i += kRows) pull_together<T, congruent, train, has_n, kRows>(x, h, i, work);
-    for (; i < last; ++i) pull_together<T, congruent, train, has_n, 1>(x, h, i, work);
+    for (int64_t i = first, together; i < last; i += together) {
+      together = pairs && i + kRows <= last ? kRows : 1;
+      if constexpr (train == kUsual) {
+        bool all_usual = true;
+        for (int64_t k = i; k < i + together; ++k) all_usual = all_usual && usual_row(row_scales(x, k));
+        if (!all_usual) {
+          together = 1;
+          pull_together<T, congruent, kAny, has_n, 1>(x, h, i, work);
+          continue;
+        }
+      }
+      if constexpr (learns(train)) {
+        if (together == kRows) {
+          pull_together<T, congruent, train, has_n, kRows>(x, h, i, work);
+          continue;
+        }
+      }
+      pull_together<T, congruent, train, has_n, 1>(x, h, i, work);
+    }
     if (sums) work.add_sums_to_totals(x.cols, lines);
   }
 }
@@ -873,7 +919,6 @@ void finish_factors(const Matrix<T>& x, const std::vector<Work<T>*>& works) {
     Vec<T> found[kKinds] = {};
     for (Work<T>* work : works)
       for (int k = 0; k < kKinds; ++k) found[k] += load(work->totals(j) + k * W);
-    found[E] /= x.beta, found[L] /= x.beta;
     found[M] *= load(e), found[N] *= -load(e) / x.beta;
     for (int k = 0; k < kKinds; ++k) store(sums[k], found[k]);
     for (int64_t i = 0; i < W; ++i)
@@ -896,12 +941,12 @@ void by_kind(const Matrix<T>& x, const Hyper& h, const F& body) {
   };
   if (x.has_n)
     with.template operator()<kAny, true>();
-  else if (h.learned == 0 && !x.has_col)
-    with.template operator()<kConstant, false>();
-  else if (h.learned == 0)
-    with.template operator()<kFrozen, false>();
-  else if (h.learned == (1 << E | 1 << L | 1 << M))
+  else if (usual_moments(x) && h.learned == (1 << E | 1 << L | 1 << M) && x.has_col)
     with.template operator()<kUsual, false>();
+  else if (usual_moments(x) && h.learned == 0 && x.has_col)
+    with.template operator()<kFrozen, false>();
+  else if (usual_moments(x) && h.learned == 0)
+    with.template operator()<kConstant, false>();
   else
     with.template operator()<kAny, false>();
 }
