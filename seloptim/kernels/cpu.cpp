@@ -97,13 +97,14 @@ INLINE void store(T* to, Vec<T> v) {
   std::memcpy(to, &v, sizeof v);
 }
 
-template <typename T>
-INLINE T horizontal_sum(Vec<T> v) {
-  T lanes[kWidth<T>];
-  std::memcpy(lanes, &v, sizeof v);
-  for (int half = kWidth<T> / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; ++i) lanes[i] += lanes[i + half];
-  return lanes[0];
+// The lanes of x and y in turn, from lane `from` of each on; every second lane of x and then of y, from lane `from` on.
+template <size_t from, typename V, size_t... I>
+INLINE V in_turn(V x, V y, std::index_sequence<I...>) {
+  return V{(I % 2 ? y : x)[from + I / 2]...};
+}
+template <size_t from, typename V, size_t... I>
+INLINE V every_second(V x, V y, std::index_sequence<I...>) {
+  return V{(I < sizeof...(I) / 2 ? x : y)[from + 2 * I % sizeof...(I)]...};
 }
 
 template <typename V>
@@ -320,6 +321,44 @@ constexpr double kLog2E = 1.4426950408889634074;
 
 enum Kind { E, L, M, N, kKinds };
 
+// A vector of each kind, and the four in which the kinds of a column stand side by side, as factors are kept.
+template <typename T>
+INLINE void to_kinds(const Vec<T>* factors, Vec<T>* kinds) {
+  constexpr std::make_index_sequence<kWidth<T>> lanes;
+  const Vec<T> em[2] = {every_second<0>(factors[0], factors[1], lanes), every_second<0>(factors[2], factors[3], lanes)};
+  const Vec<T> ln[2] = {every_second<1>(factors[0], factors[1], lanes), every_second<1>(factors[2], factors[3], lanes)};
+  kinds[E] = every_second<0>(em[0], em[1], lanes), kinds[M] = every_second<1>(em[0], em[1], lanes);
+  kinds[L] = every_second<0>(ln[0], ln[1], lanes), kinds[N] = every_second<1>(ln[0], ln[1], lanes);
+}
+
+template <typename T>
+INLINE void to_factors(const Vec<T>* kinds, Vec<T>* factors) {
+  constexpr std::make_index_sequence<kWidth<T>> lanes;
+  constexpr size_t half = kWidth<T> / 2;
+  const Vec<T> em[2] = {in_turn<0>(kinds[E], kinds[M], lanes), in_turn<half>(kinds[E], kinds[M], lanes)};
+  const Vec<T> ln[2] = {in_turn<0>(kinds[L], kinds[N], lanes), in_turn<half>(kinds[L], kinds[N], lanes)};
+  for (int i = 0; i < 2; ++i)
+    factors[2 * i] = in_turn<0>(em[i], ln[i], lanes), factors[2 * i + 1] = in_turn<half>(em[i], ln[i], lanes);
+}
+
+// The sum of each.
+template <typename T>
+INLINE typename Simd<T>::V4 sums_of(const Vec<T>* kinds) {
+  constexpr int W = kWidth<T>;
+  Vec<T> factors[kKinds];
+  to_factors<T>(kinds, factors);
+  const Vec<T> pairs[2] = {factors[0] + factors[2], factors[1] + factors[3]};
+  T lanes[2 * W];
+  std::memcpy(lanes, pairs, sizeof lanes);
+  typename Simd<T>::V4 sum = {};
+  for (int i = 0; i < 2 * W; i += kKinds) {
+    typename Simd<T>::V4 part;
+    std::memcpy(&part, lanes + i, sizeof part);
+    sum += part;
+  }
+  return sum;
+}
+
 template <typename T>
 struct Slot {
   T* value = nullptr;
@@ -403,6 +442,22 @@ enum Column { kE, kL, kM, kEM, kSumE, kSumL, kSumM, kN, kEN, kSumN, kColumns };
 constexpr int pulled(Train train, bool has_n) { return has_n ? kColumns : learns(train) ? kN : kSumE; }
 constexpr int pushed(bool has_n) { return has_n ? 4 : 3; }  // e, l, m, n
 
+// Those of a vector of columns from the j-th on; 1 where there are none, 0 past the last column.
+template <typename T>
+INLINE void column_factors(const Matrix<T>& x, int64_t j, Vec<T>* kinds) {
+  constexpr int W = kWidth<T>;
+  T some[W * kKinds] = {};
+  const T* from = some;
+  if (x.has_col && j + W <= x.cols)
+    from = x.col.value + j * kKinds;
+  else
+    for (int64_t i = 0; i < std::min<int64_t>(W, x.cols - j) * kKinds; ++i)
+      some[i] = x.has_col ? x.col.value[j * kKinds + i] : T(1);
+  Vec<T> factors[kKinds];
+  std::memcpy(factors, from, sizeof factors);
+  to_kinds<T>(factors, kinds);
+}
+
 // The memory that one thread works in: O(cols).
 template <typename T>
 struct Work {
@@ -431,13 +486,11 @@ struct Work {
   // The patterns of all columns; padding is zero.
   void fill(const Matrix<T>& x, int lines, bool push) {
     for (int64_t j = 0; j < x.cols; j += W) {
-      const int64_t count = std::min<int64_t>(W, x.cols - j);
-      T s[kKinds][W] = {};
-      for (int64_t i = 0; i < count; ++i)
-        for (int k = 0; k < kKinds; ++k) s[k][i] = x.has_col ? x.col.value[(j + i) * kKinds + k] : T(1);
+      Vec<T> kinds[kKinds];
+      column_factors(x, j, kinds);
       const auto put = [&, to = column(j, lines)](int line, Vec<T> value) { store(to + line * W, value); };
-      const Vec<T> e = load(s[E]), m = load(s[M]), n = load(s[N]);
-      put(kE, e), put(kL, load(s[L])), put(kM, m);
+      const Vec<T> e = kinds[E], m = kinds[M], n = kinds[N];
+      put(kE, e), put(kL, kinds[L]), put(kM, m);
       if (push && lines > kM + 1) put(kM + 1, n);
       if (push) continue;
       put(kEM, e * m);
@@ -661,11 +714,10 @@ INLINE void update(const Vecs<T, P>& grad, const Slot<T>* rows, int64_t at, cons
 
 // Adam on some entries of a factor, of four kinds each: as many as fill a V.
 template <typename V, typename T>
-INLINE void factor_step(const Adam<T>& adam, const Slot<T>& s, const T* gradient) {
-  V g, value, avg, sq, rate;
+INLINE void factor_step(const Adam<T>& adam, const Slot<T>& s, V g) {
+  V value, avg, sq, rate;
   for (size_t k = 0; k < sizeof rate / sizeof adam.rates; ++k)
     std::memcpy(reinterpret_cast<char*>(&rate) + k * sizeof adam.rates, adam.rates, sizeof adam.rates);
-  std::memcpy(&g, gradient, sizeof g);
   std::memcpy(&value, s.value, sizeof g);
   std::memcpy(&avg, s.avg, sizeof g);
   std::memcpy(&sq, s.sq, sizeof g);
@@ -683,15 +735,6 @@ INLINE void factor_step(const Adam<T>& adam, const Slot<T>& s, const T* gradient
   // a frozen kind has the rate 0, and 0/0 with eps = 0
   value = rate == V{} ? value : value - rate * (avg / (square_root(sq) * adam.denominator + adam.eps));
   std::memcpy(s.value, &value, sizeof g);
-}
-
-template <typename T>
-inline void factor_steps(const Matrix<T>& x, const Slot<T>& s, const T* gradients, int64_t count) {
-  constexpr int together = std::max(1, kWidth<T> / int(kKinds));
-  int64_t i = 0;
-  for (; together > 1 && i + together <= count; i += together)
-    factor_step<Vec<T>>(x.adam, s.at(i * kKinds), gradients + i * kKinds);
-  for (; i < count; ++i) factor_step<typename Simd<T>::V4>(x.adam, s.at(i * kKinds), gradients + i * kKinds);
 }
 
 // The processor's own prefetching keeps up with the state only while the columns' lines stay in the first cache (kNear): what is
@@ -723,17 +766,16 @@ struct Edge {
 // run beside the sums of the next, and nothing waits for them. More than one row: where the columns' lines must come from the second
 // cache, they then come for all of them at once.
 template <typename T, bool congruent, Train train, bool has_n, int R>
-INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Work<T>& work) {
+INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, const RowScales<T>* scales, Work<T>& work) {
+  using V4 = typename Simd<T>::V4;
   constexpr int W = kWidth<T>, lines = pulled(train, has_n), across = R == 1 ? kPack : 1;
   constexpr bool maps = !learns(train);
   const bool direct = x.weight_type == kOwn<T>;
   const Adam<T> adam = x.adam;
-  RowScales<T> scales[R];
   Slot<T> state[R];
   const T* grad[R];
   T* weight[R];
   for (int k = 0; k < R; ++k) {
-    scales[k] = row_scales(x, first + k);
     state[k] = x.raw.at((first + k) * x.cols);
     grad[k] = gradient(x, h, first + k, work, k);
     weight[k] = direct ? static_cast<T*>(x.weight) + (first + k) * x.cols : work.weight(k);
@@ -801,14 +843,13 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, Wor
     if (maps && !direct) write_row(weight[k], x.weight, x.weight_type, (first + k) * x.cols, x.cols);
     if (!learns(train) || !x.has_row) continue;
     const RowScales<T>& r = scales[k];
-    const T found[kKinds] = {horizontal_sum<T>(sums[k][E]) / x.beta,
-                             horizontal_sum<T>(sums[k][L]) / (train == kUsual ? r.l : x.beta),
-                             horizontal_sum<T>(sums[k][M]) * (train == kUsual ? r.e / r.em : r.e),
-                             -horizontal_sum<T>(sums[k][N]) * r.be};
+    const bool taken_out = train == kUsual;
+    const V4 units = {1 / x.beta, taken_out ? 1 / r.l : 1 / x.beta, taken_out ? r.e / r.em : r.e, -r.be};
+    const V4 found = sums_of<T>(sums[k]) * units;
     if (x.one_row)
       for (int q = 0; q < kKinds; ++q) work.scalars[q] += found[q];
     else if (h.learned)
-      factor_steps(x, x.row.at((first + k) * kKinds), found, 1);
+      factor_step<V4>(x.adam, x.row.at((first + k) * kKinds), found);
   }
 }
 
@@ -875,22 +916,22 @@ void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Wor
     if (sums) work.clear_sums(x.cols, lines);
     for (int64_t i = first, together; i < last; i += together) {
       together = pairs && i + kRows <= last ? kRows : 1;
+      RowScales<T> scales[kRows];
+      for (int64_t k = 0; k < together; ++k) scales[k] = row_scales(x, i + k);
       if constexpr (train == kUsual) {
-        bool all_usual = true;
-        for (int64_t k = i; k < i + together; ++k) all_usual = all_usual && usual_row(row_scales(x, k));
-        if (!all_usual) {
+        if (!usual_row(scales[0]) || !usual_row(scales[together - 1])) {
           together = 1;
-          pull_together<T, congruent, kAny, has_n, 1>(x, h, i, work);
+          pull_together<T, congruent, kAny, has_n, 1>(x, h, i, scales, work);
           continue;
         }
       }
       if constexpr (learns(train)) {
         if (together == kRows) {
-          pull_together<T, congruent, train, has_n, kRows>(x, h, i, work);
+          pull_together<T, congruent, train, has_n, kRows>(x, h, i, scales, work);
           continue;
         }
       }
-      pull_together<T, congruent, train, has_n, 1>(x, h, i, work);
+      pull_together<T, congruent, train, has_n, 1>(x, h, i, scales, work);
     }
     if (sums) work.add_sums_to_totals(x.cols, lines);
   }
@@ -910,26 +951,31 @@ void push_rows(const Matrix<T>& x, int64_t from, int64_t to, Work<T>& work) {
 // Adam on what all rows have a share in: the column factors, and a row factor of one number. `works` in the order of their rows.
 template <typename T>
 void finish_factors(const Matrix<T>& x, const std::vector<Work<T>*>& works) {
+  using V4 = typename Simd<T>::V4;
   constexpr int W = kWidth<T>;
   for (int64_t j = 0; x.has_col && j < x.cols; j += W) {
-    const int64_t count = std::min<int64_t>(W, x.cols - j);
-    const Slot<T> s = x.col.at(j * kKinds);
-    T e[W] = {}, sums[kKinds][W], gradients[W * kKinds];
-    for (int64_t i = 0; i < count; ++i) e[i] = s.value[i * kKinds + E];
-    Vec<T> found[kKinds] = {};
+    Vec<T> e[kKinds], found[kKinds] = {}, gradients[kKinds];
+    column_factors(x, j, e);
     for (Work<T>* work : works)
       for (int k = 0; k < kKinds; ++k) found[k] += load(work->totals(j) + k * W);
-    found[M] *= load(e), found[N] *= -load(e) / x.beta;
-    for (int k = 0; k < kKinds; ++k) store(sums[k], found[k]);
-    for (int64_t i = 0; i < W; ++i)
-      for (int k = 0; k < kKinds; ++k) gradients[i * kKinds + k] = sums[k][i];
-    factor_steps(x, s, gradients, count);
+    found[M] *= e[E], found[N] *= -e[E] / x.beta;
+    to_factors<T>(found, gradients);
+    const Slot<T> s = x.col.at(j * kKinds);
+    if (W >= kKinds && j + W <= x.cols) {
+      for (int k = 0; k < kKinds; ++k) factor_step(x.adam, s.at(k * W), gradients[k]);
+    } else {
+      for (int64_t i = 0; i < std::min<int64_t>(W, x.cols - j); ++i) {
+        V4 gradient;
+        std::memcpy(&gradient, reinterpret_cast<const char*>(gradients) + i * sizeof gradient, sizeof gradient);
+        factor_step(x.adam, s.at(i * kKinds), gradient);
+      }
+    }
   }
   if (x.has_row && x.one_row) {
-    T found[kKinds] = {0, 0, 0, 0};
+    V4 found = {};
     for (Work<T>* work : works)
       for (int k = 0; k < kKinds; ++k) found[k] += work->scalars[k];
-    factor_steps(x, x.row, found, 1);
+    factor_step(x.adam, x.row, found);
   }
 }
 
