@@ -268,7 +268,8 @@ class SELOptimizer(Shadow, torch.optim.Optimizer):
         others = [member for member, is_ready in zip(with_grad, ready, strict=True) if not is_ready]
         for group, _, p, name in others:
             self._refuse_step(group, p, name)
-        self._agree_on_edits((group, p) for group, _, p, _ in others)
+        if others:
+            self._agree_on_edits((group, p) for group, _, p, _ in others)
         known = len(self.state)
         for (group, i, p, name), is_ready in zip(with_grad, ready, strict=True):
             kind = plain

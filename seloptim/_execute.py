@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import _rule, _shards
+from . import _rule, _shards, kernels
 from ._rule import Curve, Hyper, Pulled, Scales, Slot, Views
 
 logger = logging.getLogger("seloptim")
@@ -190,7 +190,6 @@ def run(
     suited: dict[tuple[torch.device, torch.dtype], list[Item]] = defaultdict(list)
     rest: list[Item] = []
     empty: list[Item] = []
-    scratch = Scratch()
     for item in items:
         device = item.param.device
         if item.sums is not None:
@@ -203,9 +202,11 @@ def run(
             empty.append(item)
     for members in suited.values():
         _run_native(members, hyper, grad_scale, found_inf)
-    _count(empty)
+    if empty:
+        _count(empty)
     if not rest and not sharded:
         return
+    scratch = Scratch()
     with _no_autocast(rest + sharded):
         if batched:
             _run_batched(rest, hyper, scratch)
@@ -246,8 +247,6 @@ def native_refusal(param: Tensor, has_residual: bool) -> str | None:
 def native_is_ready(device_type: str, *, compile: bool) -> bool:
     """Whether a device's native kernel can be used now. compile=True builds the CPU's if need be, or raises RuntimeError;
     without triton CUDA's raises ImportError."""
-    from . import kernels
-
     if NATIVE.get(device_type) == "cpu":
         if compile:
             kernels.load()

@@ -227,7 +227,7 @@ class SELAdam(SELOptimizer):
 
         Such a first step is not counted, since without a checkpoint it would not have been taken.
         """
-        only = all(_rule.is_zero(_hyper(group).lr) and float(self.state[p]["step"]) == 0 for group, _, p, _ in members)
+        only = all(_rule.is_zero(_lr(group)) and float(self.state[p]["step"]) == 0 for group, _, p, _ in members)
         if not only:
             return False
         params = [p for _, _, p, _ in members]
@@ -359,13 +359,15 @@ class SELAdamW(SELAdam):
         )
 
 
+def _lr(group: Mapping[str, Any]) -> float | Tensor:
+    lr = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) and lr.dim() else lr
+
+
 def _hyper(group: dict[str, Any]) -> Hyper:
     beta1, beta2 = (float(b) for b in group["betas"])
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.dim():
-        lr = lr.reshape(())
     return Hyper(
-        lr,
+        _lr(group),
         beta1,
         beta2,
         group["eps"],

@@ -138,7 +138,18 @@ def test_factors_of_a_row_that_nothing_can_be_divided_by(
     columns: int, combine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel takes a row's factor out of a sum: not where that is 0, nor where the sum is gone with it."""
-    rows = [{}, {"e": 0.0}, {"l": 0.0}, {"m": 0.0}, {"e": 1e-300}, {"l": 1e-300}, {"m": 1e-300}, {"e": 1e9}, {"l": 1e9}, {}]
+    rows = [
+        {},
+        {"e": 0.0},
+        {"l": 0.0},
+        {"m": 0.0},
+        {"e": 1e-300},
+        {"l": 1e-300},
+        {"m": 1e-300},
+        {"e": 1e9},
+        {"l": 1e9},
+        {},
+    ]
     eager = scattered((len(rows), columns), torch.float64, {"combine": combine, **EAGER}, zeros=False)
     (p,) = eager.param_groups[0]["params"]
     for i, factors in enumerate(rows):

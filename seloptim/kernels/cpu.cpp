@@ -599,13 +599,20 @@ INLINE Vecs<T, P> shift(const RowScales<T>* rows, const T* c, int lines, int whi
   return exp_base2<T, P>(product<P, R, train>(rows, &RowScales<T>::minus_n, c, lines, which));
 }
 
+// Half of X for vectors of R rows. c: their columns' patterns, `lines` vectors side by side.
+template <int P, int R, Train train, typename T>
+INLINE Vecs<T, P> half_of_X(const Vecs<T, P>& raw, const RowScales<T>* r, const T* c, int lines) {
+  const auto a = EACH_OF(flip<T>(raw.v[i], sign_bit<T>(raw.v[i])));
+  return half_expm1_base2<T, P>(a * product<P, R, train>(r, &RowScales<T>::bm, c, lines, kM));
+}
+
 // weight = s*(e/beta)*N*X + (l/beta)*(a or raw). c: the columns' patterns as `push` or `pull` has them.
 template <typename T, bool congruent, Train train, bool has_n, int P, int R = 1>
 INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>* r, const T* c) {
   constexpr int lines = learns(train) ? pushed(has_n) : pulled(train, has_n);
+  const auto half = half_of_X<P, R, train>(raw, r, c, lines);
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
-  const auto half = half_expm1_base2<T, P>(a * product<P, R, train>(r, &RowScales<T>::bm, c, lines, kM));
   const auto signed_half = EACH_OF(flip<T>(half.v[i], sign.v[i]));
   auto be2 = product<P, R, train>(r, &RowScales<T>::be2, c, lines, kE);
   if (has_n) be2 = be2 * shift<P, R, train>(r, c, lines, learns(train) ? kM + 1 : kN);
@@ -614,10 +621,10 @@ INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>* r, const T* c) 
 
 // Vectors of R rows: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums. In the usual case
 // what is shared has been multiplied by the row's factor, which the slope needs anyway: columns add it up as it is, and rows
-// divide their sums in the end. `meanwhile` is called where most of the exponential has been asked for, and nothing stored.
+// divide their sums in the end. `meanwhile` is called before anything is stored.
 template <typename T, bool congruent, Train train, bool has_n, int P, int R, typename F>
-INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScales<T>* r, T* c, int64_t learned,
-                       bool has_col, Vec<T> (*sums)[kKinds], const F& meanwhile) {
+INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScales<T>* r, T* c,
+                       int64_t learned, bool has_col, Vec<T> (*sums)[kKinds], const F& meanwhile) {
   constexpr int W = kWidth<T>, lines = pulled(train, has_n);
   const auto of_row = [&](T RowScales<T>::*which) __attribute__((always_inline)) {
     return EACH_OF(r[row_of<R>(i)].*which - Vec<T>{});
@@ -627,7 +634,6 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScal
   };
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
-  const auto half = half_expm1_base2<T, P>(a * product<P, R, train>(r, &RowScales<T>::bm, c, lines, kM));
   const auto X = half + half;
   const auto signed_g = EACH_OF(flip<T>(g.v[i], sign.v[i]));
   auto linear = congruent ? g : signed_g;
@@ -762,9 +768,9 @@ struct Edge {
   void give(int slot, T* to) const { std::copy(memory + slot * kWidth<T>, memory + slot * kWidth<T> + count, to); }
 };
 
-// R rows through pull, update and (where nothing is learned) map. Each pack's update comes one pack late: its root and division then
-// run beside the sums of the next, and nothing waits for them. More than one row: where the columns' lines must come from the second
-// cache, they then come for all of them at once.
+// R rows through pull, update and (where nothing is learned) map. Three packs are under way at once, so that nothing waits for what
+// takes long: beside the sums of one run the exponentials of the next and the root and division of the one before. More than one
+// row: where the columns' lines must come from the second cache, they then come for all of them at once.
 template <typename T, bool congruent, Train train, bool has_n, int R>
 INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, const RowScales<T>* scales, Work<T>& work) {
   using V4 = typename Simd<T>::V4;
@@ -787,7 +793,13 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, con
   const auto step = [&]<int count>(const T* const* grad, const Slot<T>* state, T* const* weight, int64_t at, T* c,
                                    int64_t total) __attribute__((always_inline)) {
     constexpr int P = R * count;
-    const auto pull_at = [&](int64_t k, const auto& meanwhile) __attribute__((always_inline)) {
+    const auto raw_at = [&](int64_t k) __attribute__((always_inline)) {
+      return EACH_OF(load(state[row_of<R>(i)].value + at + (k + place_of<R>(i)) * W));
+    };
+    const auto half_at = [&](int64_t k) __attribute__((always_inline)) {
+      return half_of_X<P, R, train>(raw_at(k), scales, c + k * lines * W, lines);
+    };
+    const auto pull_at = [&](int64_t k, const Vecs<T, P>& half, const auto& meanwhile) __attribute__((always_inline)) {
       const int64_t j = at + k * W;
       if (far) {
         for (int i = 0; i < R; ++i) {
@@ -795,21 +807,25 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, con
           prefetch<count>(state[i].avg + j, ahead), prefetch<count>(state[i].sq + j, ahead);
         }
       }
-      const auto raw = EACH_OF(load(state[row_of<R>(i)].value + j + place_of<R>(i) * W));
-      return pull<T, congruent, train, has_n, P, R>(load<P, R>(grad, j), raw, scales, c + k * lines * W, h.learned,
-                                                    x.has_col, sums, meanwhile);
+      return pull<T, congruent, train, has_n, P, R>(half, load<P, R>(grad, j), raw_at(k), scales, c + k * lines * W,
+                                                    h.learned, x.has_col, sums, meanwhile);
     };
     const auto update_at = [&](int64_t k, const Vecs<T, P>& slope) __attribute__((always_inline)) {
       update<P, R, train != kAny>(slope, state, at + k * W, adam);
     };
-    auto ready = pull_at(0, [] {});
-    for (int64_t k = count; k < total; k += count)
-      ready = pull_at(k, [&]() __attribute__((always_inline)) { update_at(k - count, ready); });
-    update_at(total - count, ready);
+    const int64_t last = total - count;
+    const auto first_half = half_at(0);
+    auto half = half_at(std::min<int64_t>(count, last));  // after the last there is none: its own again costs less than a branch
+    auto slope = pull_at(0, first_half, [] {});
+    for (int64_t k = count; k <= last; k += count) {
+      const auto next = half_at(std::min(k + count, last));
+      slope = pull_at(k, half, [&]() __attribute__((always_inline)) { update_at(k - count, slope); });
+      half = next;
+    }
+    update_at(last, slope);
     for (int64_t k = 0; maps && k < total; k += count) {
       const int64_t j = at + k * W;
-      const auto raw = EACH_OF(load(state[row_of<R>(i)].value + j + place_of<R>(i) * W));
-      store<R>(weight, j, map<T, congruent, train, has_n, P, R>(raw, scales, c + k * lines * W));
+      store<R>(weight, j, map<T, congruent, train, has_n, P, R>(raw_at(k), scales, c + k * lines * W));
     }
   };
   const int64_t whole = x.cols / (across * W) * across * W, strip = maps ? kStrip * W : whole;
