@@ -26,7 +26,7 @@ from tests.cases import STRUCTURES, mixed
 
 EAGER: dict[str, Any] = {"foreach": False, "fused": False}
 LEARN_ALL = {"e": 2.0, "l": 1.5, "m": 0.5, "n": 1.0}
-# Rows of less than a vector, of several with a rest, of whole ones; enough elements for two threads; long rows, which go in pairs.
+# Rows of less than a vector, of several with a rest, of whole ones; enough elements for two threads; long rows, with and without a rest.
 SHAPES = [(3, 5), (7, 83), (4, 64), (1, 70), (70, 1), (2, 3, 4, 5), (290, 300), (5, 707), (5, 1117)]
 
 

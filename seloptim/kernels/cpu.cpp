@@ -260,24 +260,15 @@ INLINE Pack<V, P> operator+(const Pack<V, P>& a, T b) { return EACH_OF(a.v[i] + 
 template <typename V, int P, typename T>
 INLINE Pack<V, P> operator*(const Pack<V, P>& a, T b) { return EACH_OF(a.v[i] * b); }
 
-// The vectors of a pack are neighbours in one row, or (R > 1) one of each of R rows: of vector i, its row, and where it is there.
-template <int R>
-constexpr int row_of(int i) {
-  return R == 1 ? 0 : i;
+// P neighbours in memory.
+template <int P, typename T>
+INLINE Vecs<T, P> load(const T* from) {
+  return EACH_OF(load(from + i * kWidth<T>));
 }
-template <int R>
-constexpr int place_of(int i) {
-  return R == 1 ? i : 0;
-}
-
-template <int P, int R, typename T>
-INLINE Vecs<T, P> load(const T* const* rows, int64_t at) {
-  return EACH_OF(load(rows[row_of<R>(i)] + at + place_of<R>(i) * kWidth<T>));
-}
-template <int R, typename T, int P>
-INLINE void store(T* const* rows, int64_t at, const Vecs<T, P>& p) {
+template <typename T, int P>
+INLINE void store(T* to, const Vecs<T, P>& p) {
 #pragma GCC unroll 8
-  for (int i = 0; i < P; ++i) store(rows[row_of<R>(i)] + at + place_of<R>(i) * kWidth<T>, p.v[i]);
+  for (int i = 0; i < P; ++i) store(to + i * kWidth<T>, p.v[i]);
 }
 
 // 2^y = 2^whole * (1 + part), part in kUnit and accurate near zero.
@@ -311,7 +302,6 @@ INLINE Vecs<T, P> exp_base2(const Vecs<T, P>& y) {
 }
 
 constexpr int kPack = 2, kPush = 4;  // vectors in lockstep, in the first and in the second pass
-constexpr int kRows = 2;             // rows in lockstep, where that is faster (it was measured)
 constexpr int kStrip = 16;           // vectors of a row that are pulled and updated before their map, where that follows at once
 static_assert(kStrip % kPack == 0);
 
@@ -471,17 +461,16 @@ struct Work {
 
   void reserve(int64_t cols) {
     stride = padded(cols);
-    memory.reset(new char[((kColumns + int(kKinds) + 2 * kRows) * stride + kRows * 6 * W) * sizeof(T) + 64]);
+    memory.reset(new char[((kColumns + int(kKinds) + 2) * stride + 6 * W) * sizeof(T) + 64]);
     base = reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
   }
 
   // of a vector's first column j, a multiple of W, where `lines` vectors stand side by side
   INLINE T* column(int64_t j, int lines) { return base + j * lines; }
   T* totals(int64_t j) { return base + kColumns * stride + j * kKinds; }
-  // of the k-th of the rows that are worked on together
-  T* grad(int k) { return base + (kColumns + int(kKinds) + k) * stride; }
-  T* weight(int k) { return grad(kRows + k); }
-  T* edge(int k) { return grad(2 * kRows) + k * 6 * W; }
+  T* grad() { return base + (kColumns + int(kKinds)) * stride; }
+  T* weight() { return grad() + stride; }
+  T* edge() { return weight() + stride; }
 
   // The patterns of all columns; padding is zero.
   void fill(const Matrix<T>& x, int lines, bool push) {
@@ -568,16 +557,16 @@ constexpr at::ScalarType kOwn = std::is_same<T, double>::value ? at::kDouble : a
 
 // The gradient of a row as torch.optim.Adam would see it; a pointer to it, or to a copy.
 template <typename T>
-const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work, int k) {
+const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work) {
   const bool coupled = h.weight_decay != 0 && !h.decoupled;
   if (x.grad_type == kOwn<T> && !h.maximize && !coupled && h.grad_scale == 1)
     return static_cast<const T*>(x.grad) + i * x.cols;
-  T* g = work.grad(k);
+  T* g = work.grad();
   read_row(g, x.grad, x.grad_type, i * x.cols, x.cols);
   const T factor = T((h.maximize ? -1.0 : 1.0) / h.grad_scale);
   for (int64_t j = 0; j < x.cols; ++j) g[j] *= factor;
   if (coupled) {
-    T* w = work.weight(k);
+    T* w = work.weight();
     read_row(w, x.weight, x.weight_type, i * x.cols, x.cols);
     const T decay = T(h.weight_decay);
     for (int64_t j = 0; j < x.cols; ++j) g[j] += decay * w[j];
@@ -586,51 +575,46 @@ const T* gradient(const Matrix<T>& x, const Hyper& h, int64_t i, Work<T>& work, 
 }
 
 // row[i] * col[j] for P vectors, whose columns' patterns stand in c, `lines` vectors side by side.
-template <int P, int R, Train train, typename T>
-INLINE Vecs<T, P> product(const RowScales<T>* rows, T RowScales<T>::*row, const T* c, int lines, int which) {
-  static_assert(R == 1 || R == P);
-  const auto scale = [&](size_t i) __attribute__((always_inline)) { return rows[row_of<R>(i)].*row; };
-  if (train == kConstant) return EACH_OF(Vec<T>{} + scale(i));
-  return EACH_OF(load(c + (which + place_of<R>(i) * lines) * kWidth<T>) * scale(i));
+template <int P, Train train, typename T>
+INLINE Vecs<T, P> product(T row, const T* c, int lines, int which) {
+  if (train == kConstant) return EACH_OF((void(i), row - Vec<T>{}));
+  return EACH_OF(load(c + (which + i * lines) * kWidth<T>) * row);
 }
 
-template <int P, int R, Train train, typename T>
-INLINE Vecs<T, P> shift(const RowScales<T>* rows, const T* c, int lines, int which) {
-  return exp_base2<T, P>(product<P, R, train>(rows, &RowScales<T>::minus_n, c, lines, which));
+template <int P, Train train, typename T>
+INLINE Vecs<T, P> shift(const RowScales<T>& r, const T* c, int lines, int which) {
+  return exp_base2<T, P>(product<P, train>(r.minus_n, c, lines, which));
 }
 
-// Half of X for vectors of R rows. c: their columns' patterns, `lines` vectors side by side.
-template <int P, int R, Train train, typename T>
-INLINE Vecs<T, P> half_of_X(const Vecs<T, P>& raw, const RowScales<T>* r, const T* c, int lines) {
+// Half of X for vectors of a row. c: their columns' patterns, `lines` vectors side by side.
+template <int P, Train train, typename T>
+INLINE Vecs<T, P> half_of_X(const Vecs<T, P>& raw, const RowScales<T>& r, const T* c, int lines) {
   const auto a = EACH_OF(flip<T>(raw.v[i], sign_bit<T>(raw.v[i])));
-  return half_expm1_base2<T, P>(a * product<P, R, train>(r, &RowScales<T>::bm, c, lines, kM));
+  return half_expm1_base2<T, P>(a * product<P, train>(r.bm, c, lines, kM));
 }
 
 // weight = s*(e/beta)*N*X + (l/beta)*(a or raw). c: the columns' patterns as `push` or `pull` has them.
-template <typename T, bool congruent, Train train, bool has_n, int P, int R = 1>
-INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>* r, const T* c) {
+template <typename T, bool congruent, Train train, bool has_n, int P>
+INLINE Vecs<T, P> map(const Vecs<T, P>& raw, const RowScales<T>& r, const T* c) {
   constexpr int lines = learns(train) ? pushed(has_n) : pulled(train, has_n);
-  const auto half = half_of_X<P, R, train>(raw, r, c, lines);
+  const auto half = half_of_X<P, train>(raw, r, c, lines);
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
   const auto signed_half = EACH_OF(flip<T>(half.v[i], sign.v[i]));
-  auto be2 = product<P, R, train>(r, &RowScales<T>::be2, c, lines, kE);
-  if (has_n) be2 = be2 * shift<P, R, train>(r, c, lines, learns(train) ? kM + 1 : kN);
-  return signed_half * be2 + product<P, R, train>(r, &RowScales<T>::bl, c, lines, kL) * (congruent ? raw : a);
+  auto be2 = product<P, train>(r.be2, c, lines, kE);
+  if (has_n) be2 = be2 * shift<P, train>(r, c, lines, learns(train) ? kM + 1 : kN);
+  return signed_half * be2 + product<P, train>(r.bl, c, lines, kL) * (congruent ? raw : a);
 }
 
-// Vectors of R rows: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums. In the usual case
+// Vectors of a row: d loss / d raw, and their share in the factors' gradients. c: their columns' patterns and sums. In the usual case
 // what is shared has been multiplied by the row's factor, which the slope needs anyway: columns add it up as it is, and rows
 // divide their sums in the end. `meanwhile` is called before anything is stored.
-template <typename T, bool congruent, Train train, bool has_n, int P, int R, typename F>
-INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScales<T>* r, T* c,
-                       int64_t learned, bool has_col, Vec<T> (*sums)[kKinds], const F& meanwhile) {
+template <typename T, bool congruent, Train train, bool has_n, int P, typename F>
+INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T, P>& raw, const RowScales<T>& r, T* c,
+                       int64_t learned, bool has_col, Vec<T>* sums, const F& meanwhile) {
   constexpr int W = kWidth<T>, lines = pulled(train, has_n);
-  const auto of_row = [&](T RowScales<T>::*which) __attribute__((always_inline)) {
-    return EACH_OF(r[row_of<R>(i)].*which - Vec<T>{});
-  };
   const auto of_column = [&](int which) __attribute__((always_inline)) {
-    return EACH_OF(load(c + (which + place_of<R>(i) * lines) * W));
+    return EACH_OF(load(c + (which + i * lines) * W));
   };
   const auto sign = EACH_OF(sign_bit<T>(raw.v[i]));
   const auto a = EACH_OF(flip<T>(raw.v[i], sign.v[i]));
@@ -640,11 +624,11 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T
   auto curved = g * X + g;  // g*(1 + X)*N
   auto U = signed_g * X;
   if (has_n) {
-    const auto shrink = shift<P, R, train>(r, c, lines, kN);
+    const auto shrink = shift<P, train>(r, c, lines, kN);
     curved = curved * shrink, U = U * shrink;
   }
   meanwhile();
-  if (train == kUsual) linear = linear * of_row(&RowScales<T>::bl), curved = curved * of_row(&RowScales<T>::em);
+  if (train == kUsual) linear = linear * r.bl, curved = curved * r.em;
   bool ordinary = false;
   if (learns(train)) {
     const auto V = linear * raw, W_ = curved * raw;
@@ -655,22 +639,20 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T
     ordinary = finite_and_not_zero(all, least);
     // plus(i, x, y, sum) is sum + x*y for vector i of the pack
     const auto add = [&](auto plus) __attribute__((always_inline)) {
-      const auto kind = [&](Kind k, const Vecs<T, P>& share, const Vecs<T, P>& of_columns, const Vecs<T, P>& of_rows, Column sum)
+      const auto kind = [&](Kind k, const Vecs<T, P>& share, const Vecs<T, P>& of_columns, T of_row, Column sum)
                             __attribute__((always_inline)) {
         if (train == kAny && !(learned >> k & 1)) return;
 #pragma GCC unroll 8
         for (int i = 0; i < P; ++i) {
-          Vec<T>& row = sums[row_of<R>(i)][k];
-          row = plus(i, share.v[i], of_columns.v[i], row);
-          T* column = c + (sum + place_of<R>(i) * lines) * W;
-          if (train == kUsual || has_col) store(column, plus(i, share.v[i], of_rows.v[i], load(column)));
+          sums[k] = plus(i, share.v[i], of_columns.v[i], sums[k]);
+          T* column = c + (sum + i * lines) * W;
+          if (train == kUsual || has_col) store(column, plus(i, share.v[i], of_row - Vec<T>{}, load(column)));
         }
       };
-      const auto one = EACH_OF((void(i), T(1) - Vec<T>{}));
-      kind(E, U, of_column(kE), of_row(&RowScales<T>::be), kSumE);
-      kind(L, V, of_column(kL), train == kUsual ? one : of_row(&RowScales<T>::bl), kSumL);
-      kind(M, W_, of_column(kEM), train == kUsual ? one : of_row(&RowScales<T>::em), kSumM);
-      if (has_n) kind(N, U, of_column(kEN), of_row(&RowScales<T>::en), kSumN);
+      kind(E, U, of_column(kE), r.be, kSumE);
+      kind(L, V, of_column(kL), train == kUsual ? T(1) : r.bl, kSumL);
+      kind(M, W_, of_column(kEM), train == kUsual ? T(1) : r.em, kSumM);
+      if (has_n) kind(N, U, of_column(kEN), r.en, kSumN);
     };
     if (__builtin_expect(ordinary, true)) {
       add([](int, Vec<T> x, Vec<T> y, Vec<T> sum) __attribute__((always_inline)) { return sum + x * y; });
@@ -682,40 +664,32 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T
       });
     }
   }
-  const auto em = train == kUsual ? of_column(kEM) : product<P, R, train>(r, &RowScales<T>::em, c, lines, kEM);
-  const auto bl = train == kUsual ? of_column(kL) : product<P, R, train>(r, &RowScales<T>::bl, c, lines, kL);
+  const auto em = train == kUsual ? of_column(kEM) : product<P, train>(r.em, c, lines, kEM);
+  const auto bl = train == kUsual ? of_column(kL) : product<P, train>(r.bl, c, lines, kL);
   const auto slope = curved * em;
   if (congruent || ordinary) return linear * bl + slope;
   // s is 0 at 0: the slope there is the mean of the two one-sided ones
   return EACH_OF(add_where(not_zero(raw.v[i]), linear.v[i], bl.v[i], slope.v[i]));
 }
 
-// Adam on vectors of R rows, whose first stand at `at`. As torch's lerp, while the share of what is new is not too large for that.
-template <int P, int R, bool usual, typename T>
-INLINE void update(const Vecs<T, P>& grad, const Slot<T>* rows, int64_t at, const Adam<T>& adam) {
-  const auto each_from = [&](T* Slot<T>::*tensor) __attribute__((always_inline)) {
-    return EACH_OF(load(rows[row_of<R>(i)].*tensor + at + place_of<R>(i) * kWidth<T>));
-  };
-  const auto each_to = [&](T* Slot<T>::*tensor, const Vecs<T, P>& value) __attribute__((always_inline)) {
-#pragma GCC unroll 8
-    for (int i = 0; i < P; ++i)
-      store(rows[row_of<R>(i)].*tensor + at + place_of<R>(i) * kWidth<T>, value.v[i]);
-  };
-  const auto raw = each_from(&Slot<T>::value), old = each_from(&Slot<T>::avg), old_sq = each_from(&Slot<T>::sq);
+// Adam on P vectors from the place on that `s` points to. As torch's lerp, while the share of what is new is not too large for that.
+template <int P, bool usual, typename T>
+INLINE void update(const Vecs<T, P>& grad, const Slot<T>& s, const Adam<T>& adam) {
+  const auto raw = load<P>(s.value), old = load<P>(s.avg), old_sq = load<P>(s.sq);
   const auto avg = usual || adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
-                                                   : old * adam.beta1 + grad * adam.one_minus_beta1;
+                                                : old * adam.beta1 + grad * adam.one_minus_beta1;
   auto sq = usual || adam.beta2 > T(0.5) ? old_sq + (grad * grad - old_sq) * adam.one_minus_beta2
-                                            : old_sq * adam.beta2 + grad * grad * adam.one_minus_beta2;
-  each_to(&Slot<T>::avg, avg);
-  each_to(&Slot<T>::sq, sq);
-  if (!usual && rows[0].max) {
-    const auto max = each_from(&Slot<T>::max);
+                                               : old_sq * adam.beta2 + grad * grad * adam.one_minus_beta2;
+  store(s.avg, avg);
+  store(s.sq, sq);
+  if (!usual && s.max) {
+    const auto max = load<P>(s.max);
     sq = EACH_OF(sq.v[i] <= max.v[i] ? max.v[i] : sq.v[i]);
-    each_to(&Slot<T>::max, sq);
+    store(s.max, sq);
   }
   if (!usual && !adam.writes) return;
   const auto root = EACH_OF(square_root(sq.v[i]));
-  each_to(&Slot<T>::value, raw * adam.decay - avg / (root * adam.denominator + adam.eps));
+  store(s.value, raw * adam.decay - avg / (root * adam.denominator + adam.eps));
 }
 
 // Adam on some entries of a factor, of four kinds each: as many as fill a V.
@@ -743,14 +717,18 @@ INLINE void factor_step(const Adam<T>& adam, const Slot<T>& s, V g) {
   std::memcpy(s.value, &value, sizeof g);
 }
 
-// The processor's own prefetching keeps up with the state only while the columns' lines stay in the first cache (kNear): what is
-// fetched of them again from the second takes its place. Into the second cache: the first is theirs.
-constexpr int64_t kNear = 12 << 10, kFar = 20 << 10, kPage = 4096;  // bytes
+// The processor's own prefetching keeps up with the state only while the columns' lines stay in the first cache: what is fetched of
+// them again from the second takes its place.
+template <typename T>
+bool far(int lines, int64_t cols) {
+  return lines * cols * int64_t(sizeof(T)) >= 12 << 10;
+}
 
+// A page ahead, into the second cache: the first is the columns'.
 template <int P, typename T>
-INLINE void prefetch(const T* from, int64_t bytes) {
+INLINE void prefetch(const T* from) {
 #pragma GCC unroll 8
-  for (int i = 0; i < P; ++i) __builtin_prefetch(reinterpret_cast<const char*>(from + i * kWidth<T>) + bytes, 0, 2);
+  for (int i = 0; i < P; ++i) __builtin_prefetch(reinterpret_cast<const char*>(from + i * kWidth<T>) + 4096, 0, 2);
 }
 
 // A row's last columns, where they do not fill a vector: worked on in padded copies.
@@ -768,50 +746,35 @@ struct Edge {
   void give(int slot, T* to) const { std::copy(memory + slot * kWidth<T>, memory + slot * kWidth<T> + count, to); }
 };
 
-// R rows through pull, update and (where nothing is learned) map. Three packs are under way at once, so that nothing waits for what
-// takes long: beside the sums of one run the exponentials of the next and the root and division of the one before. More than one
-// row: where the columns' lines must come from the second cache, they then come for all of them at once.
-template <typename T, bool congruent, Train train, bool has_n, int R>
-INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, const RowScales<T>* scales, Work<T>& work) {
+// Row i through pull, update and (where nothing is learned) map. Three packs are under way at once, so that nothing waits for what
+// takes long: beside the sums of one run the exponentials of the next and the root and division of the one before.
+template <typename T, bool congruent, Train train, bool has_n>
+INLINE void pull_row(const Matrix<T>& x, const Hyper& h, int64_t i, const RowScales<T>& scales, Work<T>& work) {
   using V4 = typename Simd<T>::V4;
-  constexpr int W = kWidth<T>, lines = pulled(train, has_n), across = R == 1 ? kPack : 1;
+  constexpr int W = kWidth<T>, lines = pulled(train, has_n);
   constexpr bool maps = !learns(train);
   const bool direct = x.weight_type == kOwn<T>;
   const Adam<T> adam = x.adam;
-  Slot<T> state[R];
-  const T* grad[R];
-  T* weight[R];
-  for (int k = 0; k < R; ++k) {
-    state[k] = x.raw.at((first + k) * x.cols);
-    grad[k] = gradient(x, h, first + k, work, k);
-    weight[k] = direct ? static_cast<T*>(x.weight) + (first + k) * x.cols : work.weight(k);
-  }
-  const bool far = learns(train) && lines * x.cols * int64_t(sizeof(T)) > kNear;
-  const int64_t ahead = R == 1 ? kPage : R * x.cols * int64_t(sizeof(T));
-  Vec<T> sums[R][kKinds]{};
-  // From `at` in each row on, where the columns' lines begin at c: `total` vectors, a multiple of `count`
-  const auto step = [&]<int count>(const T* const* grad, const Slot<T>* state, T* const* weight, int64_t at, T* c,
-                                   int64_t total) __attribute__((always_inline)) {
-    constexpr int P = R * count;
-    const auto raw_at = [&](int64_t k) __attribute__((always_inline)) {
-      return EACH_OF(load(state[row_of<R>(i)].value + at + (k + place_of<R>(i)) * W));
-    };
+  const Slot<T> state = x.raw.at(i * x.cols);
+  const T* grad = gradient(x, h, i, work);
+  T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
+  const bool fetches = learns(train) && far<T>(lines, x.cols);
+  Vec<T> sums[kKinds]{};
+  // `total` vectors of a row, a multiple of `count`; c: their columns' lines
+  const auto step = [&]<int count>(const T* grad, const Slot<T>& state, T* weight, T* c, int64_t total)
+                        __attribute__((always_inline)) {
     const auto half_at = [&](int64_t k) __attribute__((always_inline)) {
-      return half_of_X<P, R, train>(raw_at(k), scales, c + k * lines * W, lines);
+      return half_of_X<count, train>(load<count>(state.value + k * W), scales, c + k * lines * W, lines);
     };
-    const auto pull_at = [&](int64_t k, const Vecs<T, P>& half, const auto& meanwhile) __attribute__((always_inline)) {
-      const int64_t j = at + k * W;
-      if (far) {
-        for (int i = 0; i < R; ++i) {
-          prefetch<count>(grad[i] + j, ahead), prefetch<count>(state[i].value + j, ahead);
-          prefetch<count>(state[i].avg + j, ahead), prefetch<count>(state[i].sq + j, ahead);
-        }
-      }
-      return pull<T, congruent, train, has_n, P, R>(half, load<P, R>(grad, j), raw_at(k), scales, c + k * lines * W,
-                                                    h.learned, x.has_col, sums, meanwhile);
+    const auto pull_at = [&](int64_t k, const Vecs<T, count>& half, const auto& meanwhile) __attribute__((always_inline)) {
+      const Slot<T> at = state.at(k * W);
+      if (fetches)
+        prefetch<count>(grad + k * W), prefetch<count>(at.value), prefetch<count>(at.avg), prefetch<count>(at.sq);
+      return pull<T, congruent, train, has_n, count>(half, load<count>(grad + k * W), load<count>(at.value), scales,
+                                                     c + k * lines * W, h.learned, x.has_col, sums, meanwhile);
     };
-    const auto update_at = [&](int64_t k, const Vecs<T, P>& slope) __attribute__((always_inline)) {
-      update<P, R, train != kAny>(slope, state, at + k * W, adam);
+    const auto update_at = [&](int64_t k, const Vecs<T, count>& slope) __attribute__((always_inline)) {
+      update<count, train != kAny>(slope, state.at(k * W), adam);
     };
     const int64_t last = total - count;
     const auto first_half = half_at(0);
@@ -823,96 +786,69 @@ INLINE void pull_together(const Matrix<T>& x, const Hyper& h, int64_t first, con
       half = next;
     }
     update_at(last, slope);
-    for (int64_t k = 0; maps && k < total; k += count) {
-      const int64_t j = at + k * W;
-      store<R>(weight, j, map<T, congruent, train, has_n, P, R>(raw_at(k), scales, c + k * lines * W));
-    }
+    for (int64_t k = 0; maps && k < total; k += count)
+      store(weight + k * W, map<T, congruent, train, has_n, count>(load<count>(state.value + k * W), scales, c + k * lines * W));
   };
-  const int64_t whole = x.cols / (across * W) * across * W, strip = maps ? kStrip * W : whole;
-  for (int64_t j = 0; j < whole; j += strip)
-    step.template operator()<across>(grad, state, weight, j, work.column(j, lines), std::min(strip, whole - j) / W);
-  int64_t j = whole;
-  for (; j + W <= x.cols; j += W) step.template operator()<1>(grad, state, weight, j, work.column(j, lines), 1);
+  const int64_t whole = x.cols / (kPack * W) * kPack * W, strip = maps ? kStrip * W : whole;
+  int64_t j = 0;
+  for (; j < whole; j += strip) {
+    const int64_t total = std::min(strip, whole - j) / W;
+    step.template operator()<kPack>(grad + j, state.at(j), weight + j, work.column(j, lines), total);
+  }
+  for (j = whole; j + W <= x.cols; j += W)
+    step.template operator()<1>(grad + j, state.at(j), weight + j, work.column(j, lines), 1);
   if (j < x.cols) {
-    Slot<T> copy[R];
-    const T* grad_copy[R];
-    T* weight_copy[R];
-    for (int k = 0; k < R; ++k) {
-      const Edge<T> edge{work.edge(k), x.cols - j};
-      const Slot<T> rest = state[k].at(j);
-      copy[k] = {edge.take(0, rest.value), edge.take(1, rest.avg), edge.take(2, rest.sq),
-                 rest.max ? edge.take(3, rest.max) : nullptr};
-      grad_copy[k] = edge.take(4, grad[k] + j);
-      weight_copy[k] = edge.memory + 5 * W;
-    }
-    step.template operator()<1>(grad_copy, copy, weight_copy, 0, work.column(j, lines), 1);
-    for (int k = 0; k < R; ++k) {
-      const Edge<T> edge{work.edge(k), x.cols - j};
-      const Slot<T> rest = state[k].at(j);
-      edge.give(1, rest.avg), edge.give(2, rest.sq);
-      if (rest.max) edge.give(3, rest.max);
-      if (adam.writes) edge.give(0, rest.value);
-      if (maps) edge.give(5, weight[k] + j);
-    }
+    const Edge<T> edge{work.edge(), x.cols - j};
+    const Slot<T> rest = state.at(j);
+    const Slot<T> copy{edge.take(0, rest.value), edge.take(1, rest.avg), edge.take(2, rest.sq),
+                       rest.max ? edge.take(3, rest.max) : nullptr};
+    step.template operator()<1>(edge.take(4, grad + j), copy, edge.memory + 5 * W, work.column(j, lines), 1);
+    edge.give(1, rest.avg), edge.give(2, rest.sq);
+    if (rest.max) edge.give(3, rest.max);
+    if (adam.writes) edge.give(0, rest.value);
+    if (maps) edge.give(5, weight + j);
   }
-  for (int k = 0; k < R; ++k) {
-    if (maps && !direct) write_row(weight[k], x.weight, x.weight_type, (first + k) * x.cols, x.cols);
-    if (!learns(train) || !x.has_row) continue;
-    const RowScales<T>& r = scales[k];
-    const bool taken_out = train == kUsual;
-    const V4 units = {1 / x.beta, taken_out ? 1 / r.l : 1 / x.beta, taken_out ? r.e / r.em : r.e, -r.be};
-    const V4 found = sums_of<T>(sums[k]) * units;
-    if (x.one_row)
-      for (int q = 0; q < kKinds; ++q) work.scalars[q] += found[q];
-    else if (h.learned)
-      factor_step<V4>(x.adam, x.row.at((first + k) * kKinds), found);
-  }
+  if (maps && !direct) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
+  if (!learns(train) || !x.has_row) return;
+  const bool taken_out = train == kUsual;
+  const V4 units = {1 / x.beta, taken_out ? 1 / scales.l : 1 / x.beta, taken_out ? scales.e / scales.em : scales.e, -scales.be};
+  const V4 found = sums_of<T>(sums) * units;
+  if (x.one_row)
+    for (int k = 0; k < kKinds; ++k) work.scalars[k] += found[k];
+  else if (h.learned)
+    factor_step<V4>(x.adam, x.row.at(i * kKinds), found);
 }
 
-template <typename T, bool congruent, Train train, bool has_n, int R>
-INLINE void push_together(const Matrix<T>& x, int64_t first, Work<T>& work) {
-  constexpr int W = kWidth<T>, lines = pushed(has_n), across = R == 1 ? kPush : 1;
+template <typename T, bool congruent, Train train, bool has_n>
+INLINE void push_row(const Matrix<T>& x, int64_t i, Work<T>& work) {
+  constexpr int W = kWidth<T>, lines = pushed(has_n);
   const bool direct = x.weight_type == kOwn<T>;
-  RowScales<T> scales[R];
-  const T* raw[R];
-  T* weight[R];
-  for (int k = 0; k < R; ++k) {
-    scales[k] = row_scales(x, first + k);
-    raw[k] = x.raw.value + (first + k) * x.cols;
-    weight[k] = direct ? static_cast<T*>(x.weight) + (first + k) * x.cols : work.weight(k);
-  }
+  const RowScales<T> scales = row_scales(x, i);
+  const T* raw = x.raw.value + i * x.cols;
+  T* weight = direct ? static_cast<T*>(x.weight) + i * x.cols : work.weight();
+  const bool fetches = far<T>(lines, x.cols);
   // Past the caches, which need not fetch what is written whole. Every vector of every row must be aligned.
-  const bool past = R > 1 && direct && x.cols % W == 0 && reinterpret_cast<uintptr_t>(weight[0]) % kBytes == 0;
-  // `count` vectors of each row
-  const auto step = [&]<int count>(const T* const* raw, T* const* weight, int64_t at, int64_t j)
-                        __attribute__((always_inline)) {
-    constexpr int P = R * count;
-    const auto moved = map<T, congruent, train, has_n, P, R>(load<P, R>(raw, at), scales, work.column(j, lines));
-    if (!past) return store<R>(weight, at, moved);
-    for (int i = 0; i < P; ++i) stream(weight[row_of<R>(i)] + at + place_of<R>(i) * W, moved.v[i]);
+  const bool past = fetches && direct && x.cols % W == 0 && reinterpret_cast<uintptr_t>(weight) % kBytes == 0;
+  const auto step = [&]<int count>(const T* raw, T* weight, int64_t j) __attribute__((always_inline)) {
+    const auto moved = map<T, congruent, train, has_n, count>(load<count>(raw), scales, work.column(j, lines));
+    if (!past) return store(weight, moved);
+    for (int k = 0; k < count; ++k) stream(weight + k * W, moved.v[k]);
   };
   int64_t j = 0;
-  for (; j + across * W <= x.cols; j += across * W) {
-    if (R > 1)
-      for (int k = 0; k < R; ++k) {
-        prefetch<1>(raw[k] + j, R * x.cols * sizeof(T));
-        if (!past) prefetch<1>(weight[k] + j, R * x.cols * sizeof(T));
-      }
-    step.template operator()<across>(raw, weight, j, j);
-  }
-  for (; j + W <= x.cols; j += W) step.template operator()<1>(raw, weight, j, j);
-  if (j < x.cols) {
-    const T* from[R];
-    T* to[R];
-    for (int k = 0; k < R; ++k) {
-      const Edge<T> edge{work.edge(k), x.cols - j};
-      from[k] = edge.take(0, raw[k] + j), to[k] = edge.memory + W;
+  for (; j + kPush * W <= x.cols; j += kPush * W) {
+    if (fetches) {
+      prefetch<kPush>(raw + j);
+      if (!past) prefetch<kPush>(weight + j);
     }
-    step.template operator()<1>(from, to, 0, j);
-    for (int k = 0; k < R; ++k) Edge<T>{work.edge(k), x.cols - j}.give(1, weight[k] + j);
+    step.template operator()<kPush>(raw + j, weight + j, j);
   }
-  if (direct) return;
-  for (int k = 0; k < R; ++k) write_row(weight[k], x.weight, x.weight_type, (first + k) * x.cols, x.cols);
+  for (; j + W <= x.cols; j += W) step.template operator()<1>(raw + j, weight + j, j);
+  if (j < x.cols) {
+    const Edge<T> edge{work.edge(), x.cols - j};
+    step.template operator()<1>(edge.take(0, raw + j), edge.memory + W, j);
+    edge.give(1, weight + j);
+  }
+  if (!direct) write_row(weight, x.weight, x.weight_type, i * x.cols, x.cols);
 }
 
 // ---------------------------------------------------------------------------------------------------------- whole matrices
@@ -923,31 +859,18 @@ template <typename T, bool congruent, Train train, bool has_n>
 void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Work<T>& work) {
   constexpr int lines = pulled(train, has_n);
   const bool sums = learns(train) && x.has_col;
-  const bool pairs = learns(train) && lines * x.cols * int64_t(sizeof(T)) > kFar;
   if (train != kConstant) work.fill(x, lines, false);
   std::fill(work.scalars, work.scalars + kKinds, T(0));
   if (sums) work.clear_totals(x.cols);
   for (int64_t first = from; first < to; first += kChunk) {
     const int64_t last = std::min(to, first + kChunk);
     if (sums) work.clear_sums(x.cols, lines);
-    for (int64_t i = first, together; i < last; i += together) {
-      together = pairs && i + kRows <= last ? kRows : 1;
-      RowScales<T> scales[kRows];
-      for (int64_t k = 0; k < together; ++k) scales[k] = row_scales(x, i + k);
-      if constexpr (train == kUsual) {
-        if (!usual_row(scales[0]) || !usual_row(scales[together - 1])) {
-          together = 1;
-          pull_together<T, congruent, kAny, has_n, 1>(x, h, i, scales, work);
-          continue;
-        }
-      }
-      if constexpr (learns(train)) {
-        if (together == kRows) {
-          pull_together<T, congruent, train, has_n, kRows>(x, h, i, scales, work);
-          continue;
-        }
-      }
-      pull_together<T, congruent, train, has_n, 1>(x, h, i, scales, work);
+    for (int64_t i = first; i < last; ++i) {
+      const RowScales<T> scales = row_scales(x, i);
+      if (train == kUsual && !usual_row(scales))
+        pull_row<T, congruent, kAny, has_n>(x, h, i, scales, work);
+      else
+        pull_row<T, congruent, train, has_n>(x, h, i, scales, work);
     }
     if (sums) work.add_sums_to_totals(x.cols, lines);
   }
@@ -955,12 +878,8 @@ void pull_rows(const Matrix<T>& x, const Hyper& h, int64_t from, int64_t to, Wor
 
 template <typename T, bool congruent, Train train, bool has_n>
 void push_rows(const Matrix<T>& x, int64_t from, int64_t to, Work<T>& work) {
-  constexpr int lines = pushed(has_n);
-  work.fill(x, lines, true);
-  int64_t i = from;
-  if (lines * x.cols * int64_t(sizeof(T)) > kNear)
-    for (; i + kRows <= to; i += kRows) push_together<T, congruent, train, has_n, kRows>(x, i, work);
-  for (; i < to; ++i) push_together<T, congruent, train, has_n, 1>(x, i, work);
+  work.fill(x, pushed(has_n), true);
+  for (int64_t i = from; i < to; ++i) push_row<T, congruent, train, has_n>(x, i, work);
   end_of_stream();
 }
 
