@@ -679,7 +679,7 @@ INLINE void update(const Vecs<T, P>& grad, const Slot<T>& s, const Adam<T>& adam
   const auto avg = usual || adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
                                                 : old * adam.beta1 + grad * adam.one_minus_beta1;
   auto sq = usual || adam.beta2 > T(0.5) ? old_sq + (grad * grad - old_sq) * adam.one_minus_beta2
-                                               : old_sq * adam.beta2 + grad * grad * adam.one_minus_beta2;
+                                         : old_sq * adam.beta2 + grad * grad * adam.one_minus_beta2;
   store(s.avg, avg);
   store(s.sq, sq);
   if (!usual && s.max) {
