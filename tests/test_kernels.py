@@ -300,6 +300,24 @@ def test_one_number_in_a_pack_that_is_not_ordinary(columns: int, combine: str, m
         torch.testing.assert_close(values(native)[key], value, rtol=1e-12, atol=bound, equal_nan=True, msg=key)
 
 
+def test_a_gradient_whose_square_is_too_large_stops_its_weight_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in torch.optim.Adam: its second moment is infinite from then on, and no NaN comes of that."""
+    eager = scattered((8, 40), torch.float32, EAGER, zeros=False)
+    native = twin(eager, {"fused": True})
+    for t in range(3):
+        for optimizer in (eager, native):
+            (p,) = optimizer.param_groups[0]["params"]
+            p.grad = mixed(8, 40, seed=t, size=0.1).float()
+            if t == 0:
+                p.grad[3, 5] = 1e21
+        eager.step()
+        step(native, monkeypatch)
+    ours, theirs = values(native), values(eager)
+    assert ours["exp_avg_sq"][3, 5] == theirs["exp_avg_sq"][3, 5] == math.inf
+    assert all(bool(ours[key].isfinite().all()) for key in ("weight", "raw", "exp_avg"))
+    torch.testing.assert_close(ours["raw"], theirs["raw"])
+
+
 def test_many_parameters_of_all_kinds_in_one_group(
     threads: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -416,7 +416,7 @@ constexpr bool learns(Train train) { return train == kUsual || train == kAny; }
 // What need not be tested for at every vector, then.
 template <typename T>
 bool usual_moments(const Matrix<T>& x) {
-  return x.adam.writes && !x.raw.max && x.adam.beta1 > T(0.5) && x.adam.beta2 > T(0.5);
+  return x.adam.writes && !x.raw.max && x.adam.beta1 > T(0.5);
 }
 
 // kUsual takes two factors of a row out of its sums when they are complete: not where that divides by next to nothing.
@@ -672,14 +672,14 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T
   return EACH_OF(add_where(not_zero(raw.v[i]), linear.v[i], bl.v[i], slope.v[i]));
 }
 
-// Adam on P vectors from the place on that `s` points to. As torch's lerp, while the share of what is new is not too large for that.
+// Adam on P vectors from the place on that `s` points to.
 template <int P, bool usual, typename T>
 INLINE void update(const Vecs<T, P>& grad, const Slot<T>& s, const Adam<T>& adam) {
-  const auto raw = load<P>(s.value), old = load<P>(s.avg), old_sq = load<P>(s.sq);
+  const auto raw = load<P>(s.value), old = load<P>(s.avg);
+  // as torch's lerp; the other form keeps grad whole where beta1 is small
   const auto avg = usual || adam.beta1 > T(0.5) ? old + (grad - old) * adam.one_minus_beta1
                                                 : old * adam.beta1 + grad * adam.one_minus_beta1;
-  auto sq = usual || adam.beta2 > T(0.5) ? old_sq + (grad * grad - old_sq) * adam.one_minus_beta2
-                                         : old_sq * adam.beta2 + grad * grad * adam.one_minus_beta2;
+  auto sq = load<P>(s.sq) * adam.beta2 + grad * (grad * adam.one_minus_beta2);
   store(s.avg, avg);
   store(s.sq, sq);
   if (!usual && s.max) {
