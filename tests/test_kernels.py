@@ -300,6 +300,29 @@ def test_one_number_in_a_pack_that_is_not_ordinary(columns: int, combine: str, m
         torch.testing.assert_close(values(native)[key], value, rtol=1e-12, atol=bound, equal_nan=True, msg=key)
 
 
+@pytest.mark.parametrize("zeros", [True, False])
+@pytest.mark.parametrize("combine", ["mismatched", "congruent"])
+@pytest.mark.parametrize(("over_beta", "gradient"), [(10.0, 1e38), (1e3, 1e36), (9e5, 1e33)])
+def test_a_share_that_only_its_rows_factor_makes_too_large(
+    over_beta: float, gradient: float, combine: str, zeros: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finite gradient times l/beta is infinite: that weight alone is lost, as in the eager path, not its row and column."""
+    eager = scattered((3, 40), torch.float32, {"combine": combine, **EAGER}, zeros=zeros)
+    (p,) = eager.param_groups[0]["params"]
+    eager.state[p]["scale_row"][1, 1] = over_beta * float(eager.state[p]["beta"])
+    eager._restore(eager.param_groups[0], p)
+    assert p.grad is not None
+    p.grad[1, 5] = gradient
+    native = twin(eager, {"combine": combine, "fused": True})
+    eager.step()
+    step(native, monkeypatch)
+    ours, theirs = values(native), values(eager)
+    for key in ("weight", "raw"):
+        assert torch.equal(ours[key].isfinite(), theirs[key].isfinite())
+        assert int((~ours[key].isfinite()).sum()) == 1
+    assert ours["scale_row"].isfinite().all() and ours["scale_col"].isfinite().all()
+
+
 def test_a_gradient_whose_square_is_too_large_stops_its_weight_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in torch.optim.Adam: its second moment is infinite from then on, and no NaN comes of that."""
     eager = scattered((8, 40), torch.float32, EAGER, zeros=False)

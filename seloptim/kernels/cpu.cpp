@@ -632,10 +632,12 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T
   bool ordinary = false;
   if (learns(train)) {
     const auto V = linear * raw, W_ = curved * raw;
+    // Not finite where a share is not: W alone would do where V has not been multiplied by a factor of its own.
+    const auto any = train == kUsual ? V + W_ : W_;
     // Almost always there is nothing to look at in any lane.
-    auto all = W_.v[0], least = a.v[0];
+    auto all = any.v[0], least = a.v[0];
 #pragma GCC unroll 8
-    for (int i = 1; i < P; ++i) all = all + W_.v[i], least = smaller(least, a.v[i]);
+    for (int i = 1; i < P; ++i) all = all + any.v[i], least = smaller(least, a.v[i]);
     ordinary = finite_and_not_zero(all, least);
     // plus(i, x, y, sum) is sum + x*y for vector i of the pack
     const auto add = [&](auto plus) __attribute__((always_inline)) {
@@ -657,8 +659,8 @@ INLINE Vecs<T, P> pull(const Vecs<T, P>& half, const Vecs<T, P>& g, const Vecs<T
     if (__builtin_expect(ordinary, true)) {
       add([](int, Vec<T> x, Vec<T> y, Vec<T> sum) __attribute__((always_inline)) { return sum + x * y; });
     } else {
-      // A number that is not finite would spread over its whole row and column. W is not finite where U or V is not.
-      const auto lanes = EACH_OF(finite(W_.v[i]));
+      // A number that is not finite would spread over its whole row and column.
+      const auto lanes = EACH_OF(finite(any.v[i]));
       add([&](int i, Vec<T> x, Vec<T> y, Vec<T> sum) __attribute__((always_inline)) {
         return add_where(lanes.v[i], x, y, sum);
       });
